@@ -1,0 +1,236 @@
+"""One-token attention over paged K/V, split along the keys (Flash-Decoding).
+
+For sequence b with L = lengths[b] cached tokens (the new one included) and query head h of group g = h // G:
+
+    out[b, h] = sum_j p_j V[j, g],  p = softmax_j(scale * q[b, h] . K[j, g]),  max(0, L - window) <= j < L
+
+A sink adds exp(sinks[h]) to the denominator. Token j lies in slot table[b, j // 64] * 64 + j % 64.
+Every program takes one sequence, one kv head and one fixed range of SPLIT key positions, and packs the G query
+heads of the group into the rows of its tile; a second kernel merges the ranges in order. The ranges depend on
+positions only, so a sequence's result does not depend on what shares its batch.
+Source: Dao et al., Flash-Decoding for long-context inference, 2023.
+
+Shapes: q [B, H, D], k_pool and v_pool [slots, Hkv, D], table int32 [B, pages], lengths int32 [B], out [B, H, D].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAGE_TOKENS = 64
+
+
+def paged_decode_ref(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The same in plain torch, in the precision of the inputs: [B, H, D]."""
+    out = torch.empty_like(q)
+    groups = q.shape[1] // k_pool.shape[1]
+    for b in range(q.shape[0]):
+        length = int(lengths[b])
+        positions = torch.arange(max(0, length - window) if window else 0, length, device=q.device)
+        slots = table[b].long()[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+        k = k_pool[slots].repeat_interleave(groups, 1)  # [L, H, D]
+        v = v_pool[slots].repeat_interleave(groups, 1)
+        scores = torch.einsum("hd,lhd->hl", q[b], k) * scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(scores.dtype)[:, None]], dim=1)
+        weights = scores.softmax(-1)[:, : len(slots)]
+        out[b] = torch.einsum("hl,lhd->hd", weights, v)
+    return out
+
+
+@triton.jit
+def paged_decode_kernel(
+    q,
+    k_pool,
+    v_pool,
+    table,
+    lengths,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    stride_table,
+    num_heads,
+    num_splits,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PAGE: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    i_split = tl.program_id(0)
+    i_kv = tl.program_id(1)
+    i_b = tl.program_id(2)
+    num_kv = num_heads // GROUP
+    length = tl.load(lengths + i_b)
+    low = i_split * SPLIT
+    high = tl.minimum(low + SPLIT, length)
+    if WINDOW > 0:
+        low = tl.maximum(low, length - WINDOW)
+
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    heads = i_kv * GROUP + o_m
+    m_m = o_m < GROUP
+    m_d = o_d < HEAD_DIM
+    # [BLOCK_M, BLOCK_D]
+    p_q = q + (i_b.to(tl.int64) * num_heads + heads[:, None]) * HEAD_DIM + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_m[:, None] & m_d[None, :], other=0.0)
+
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for start in range(low, high, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        m_n = positions < high
+        pages = tl.load(table + i_b.to(tl.int64) * stride_table + positions // PAGE, mask=m_n, other=0)
+        slots = pages.to(tl.int64) * PAGE + positions % PAGE
+        offsets = (slots[:, None] * num_kv + i_kv) * HEAD_DIM + o_d[None, :]
+        mask = m_n[:, None] & m_d[None, :]
+        # [BLOCK_N, BLOCK_D]
+        b_k = tl.load(k_pool + offsets, mask=mask, other=0.0)
+        b_v = tl.load(v_pool + offsets, mask=mask, other=0.0)
+        if EXACT:
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
+        else:
+            b_s = tl.dot(b_q, tl.trans(b_k)) * scale_log2
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_alpha = tl.exp2(b_max - b_new)
+        b_p = tl.exp2(b_s - b_new[:, None])
+        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
+        if EXACT:
+            b_acc = b_acc * b_alpha[:, None] + tl.dot(b_p, b_v, input_precision="ieee")
+        else:
+            b_acc = b_acc * b_alpha[:, None] + tl.dot(b_p.to(b_v.dtype), b_v)
+        b_max = b_new
+
+    # An empty range leaves log-sum-exp at -inf, which the merge ignores.
+    b_empty = b_sum == 0.0
+    b_out = b_acc / tl.where(b_empty, 1.0, b_sum)[:, None]
+    b_lse = tl.where(b_empty, float("-inf"), b_max + tl.log2(tl.where(b_empty, 1.0, b_sum)))
+    index = (i_b.to(tl.int64) * num_heads + heads) * num_splits + i_split
+    tl.store(partial_out + index[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_m[:, None] & m_d[None, :])
+    tl.store(partial_lse + index, b_lse, mask=m_m)
+
+
+@triton.jit
+def paged_decode_merge_kernel(
+    partial_out,
+    partial_lse,
+    sinks,
+    lengths,
+    out,
+    num_heads,
+    num_splits,
+    HAS_SINKS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    i_h = tl.program_id(0)
+    i_b = tl.program_id(1)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    row = i_b.to(tl.int64) * num_heads + i_h
+    used = tl.cdiv(tl.load(lengths + i_b), SPLIT)
+    b_acc = tl.zeros([BLOCK_D], dtype=tl.float32)
+    b_max = -float("inf")
+    b_sum = 0.0
+    if HAS_SINKS:
+        b_max = tl.load(sinks + i_h).to(tl.float32) * 1.4426950408889634
+        b_sum = 1.0
+    for i in range(0, used):
+        lse = tl.load(partial_lse + row * num_splits + i)
+        if lse != -float("inf"):
+            new = tl.maximum(b_max, lse)
+            alpha = tl.exp2(b_max - new)
+            weight = tl.exp2(lse - new)
+            b_part = tl.load(partial_out + (row * num_splits + i) * HEAD_DIM + o_d, mask=m_d, other=0.0)
+            b_acc = b_acc * alpha + b_part * weight
+            b_sum = b_sum * alpha + weight
+            b_max = new
+    tl.store(out + row * HEAD_DIM + o_d, (b_acc / b_sum).to(out.dtype.element_ty), mask=m_d)
+
+
+def paged_decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    split: int = 1024,
+    block_n: int = 64,
+) -> Tensor:
+    """Launch both kernels. max_length: an upper bound of `lengths`, known on the host. Returns [B, H, D].
+
+    `split` must be the same for every call whose results are compared; a multiple of `block_n`.
+    """
+    num_sequences, num_heads, head_dim = q.shape
+    num_kv = k_pool.shape[1]
+    group = num_heads // num_kv
+    num_splits = triton.cdiv(max_length, split)
+    block_d = triton.next_power_of_2(head_dim)
+    partial_out = torch.empty((num_sequences, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_sequences, num_heads, num_splits), dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q)
+    paged_decode_kernel[(num_splits, num_kv, num_sequences)](
+        q.contiguous(),
+        k_pool,
+        v_pool,
+        table,
+        lengths,
+        partial_out,
+        partial_lse,
+        scale * 1.4426950408889634,
+        table.stride(0),
+        num_heads,
+        num_splits,
+        WINDOW=window or 0,
+        GROUP=group,
+        BLOCK_M=max(16, triton.next_power_of_2(group)),
+        BLOCK_N=block_n,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        SPLIT=split,
+        PAGE=PAGE_TOKENS,
+        EXACT=q.dtype == torch.float32,
+        num_warps=4,
+        num_stages=3,
+    )
+    paged_decode_merge_kernel[(num_heads, num_sequences)](
+        partial_out,
+        partial_lse,
+        q if sinks is None else sinks,
+        lengths,
+        out,
+        num_heads,
+        num_splits,
+        HAS_SINKS=sinks is not None,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        SPLIT=split,
+        num_warps=1,
+    )
+    return out

@@ -1,0 +1,7 @@
+"""Attention over packed segments: what a step sees, the dense states, and one-token decode over pages."""
+
+from longbatch.attention.decode import DecodeStep, decode_attention
+from longbatch.attention.dense import attend
+from longbatch.attention.step import Extent, Piece, Segment, Step, Tile
+
+__all__ = ["DecodeStep", "Extent", "Piece", "Segment", "Step", "Tile", "attend", "decode_attention"]

@@ -1,0 +1,75 @@
+"""Attention of one new token per sequence over its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longbatch.attention.state import explicit
+from longbatch.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One decode forward of B sequences, the new token of each already written to its page.
+
+    tables: block table of each sequence, on the host. lengths: tokens in the cache, the new one included.
+    device_tables int32 [B, most pages], device_lengths int32 [B]: the same where a kernel needs them, else None.
+    """
+
+    tables: tuple[np.ndarray, ...]
+    lengths: tuple[int, ...]
+    device_tables: Tensor | None = None
+    device_lengths: Tensor | None = None
+
+
+def decode_attention(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    step: DecodeStep,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """q [B, H, D] -> [B, H, D]; the other arguments are as in `attend`."""
+    if step.device_tables is not None and step.device_lengths is not None and softcap is None:
+        from longbatch_kernels.paged_decode import paged_decode
+
+        return paged_decode(
+            q,
+            cache.keys[layer],
+            cache.values[layer],
+            step.device_tables,
+            step.device_lengths,
+            max(step.lengths),
+            scale=scale,
+            window=window,
+            sinks=sinks,
+        )
+    out = torch.empty_like(q)
+    for b, (table, length) in enumerate(zip(step.tables, step.lengths, strict=True)):
+        k, v = cache.read(layer, table, max(0, length - window) if window else 0, length)
+        if softcap is not None:
+            out[b] = explicit(q[b : b + 1], k, v, None, scale=scale, softcap=softcap).out[0]
+        else:
+            _attend_one(q[b], k, v, scale, sinks, out[b])
+    return out
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None, out: Tensor) -> None:
+    """One query [H, D] over k, v [L, Hkv, D] into out [H, D]: two products over views, the keys never repeated."""
+    heads, dim = q.shape
+    num_kv = k.shape[1]
+    grouped = q.view(num_kv, heads // num_kv, dim)
+    scores = torch.matmul(grouped, k.permute(1, 2, 0)).mul_(scale)  # [Hkv, G, L]
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(num_kv, -1, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
+    torch.matmul(weights, v.transpose(0, 1), out=out.view(num_kv, heads // num_kv, dim))

@@ -1,0 +1,27 @@
+"""Benchmarks behind `longbatch bench`: a registry of names to modules, imported when one is asked for.
+
+A benchmark is a module with `measure() -> list[Measurement]`. It runs the rival or the limit beside longbatch, and
+checks longbatch's results against a reference in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from longbatch.bench.report import Measurement
+from longbatch.errors import UsageError
+
+BENCHES = {
+    "job": "longbatch.bench.job",
+}
+
+__all__ = ["BENCHES", "Measurement", "find"]
+
+
+def find(name: str) -> Callable[[], list[Measurement]]:
+    """The benchmark of a name. Raises UsageError that lists the known ones."""
+    if name not in BENCHES:
+        raise UsageError(f"there is no benchmark {name!r}", hint=f"one of: {', '.join(BENCHES)}")
+    measure: Callable[[], list[Measurement]] = import_module(BENCHES[name]).measure
+    return measure

@@ -1,0 +1,28 @@
+"""`longbatch export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longbatch.cli.options import RunFolderPath
+from longbatch.errors import ExitCode
+
+
+def export(
+    out: RunFolderPath,
+    format: Annotated[
+        str, typer.Option("--format", metavar="openai-jsonl|jsonl|csv", help="format to write")
+    ] = "openai-jsonl",
+    file: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="file to write; standard output if not given")
+    ] = None,
+) -> ExitCode:
+    """Write merged results in another format."""
+    from longbatch.output import RunFolder
+    from longbatch.output.export import export as export_results
+
+    export_results(RunFolder.open(out), format, file)
+    return ExitCode.OK

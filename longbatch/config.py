@@ -1,0 +1,406 @@
+"""Settings of a run and where each value came from. Torch-free.
+
+One frozen dataclass holds every setting that something reads. A value is taken from the first of: a flag, an
+environment variable `LONGBATCH_NAME`, the project's file (`longbatch.toml` in the working folder, else the table
+`[tool.longbatch]` of its `pyproject.toml`, or the file named by `--config`), the user's file
+(`~/.config/longbatch/config.toml`), the default. A key that is not a setting is an error, in all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from longbatch.errors import UsageError
+
+PREFIX = "LONGBATCH_"
+# Environment variables with our prefix that are no settings: each is read where its comment says.
+OTHER_VARIABLES = frozenset(
+    {
+        "LONGBATCH_CACHE_DIR",  # cache_folder()
+        "LONGBATCH_CONFIG",  # resolve(): the same as --config
+    }
+)
+_SIZE_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+}
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    output_changing: bool = False,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    pattern: str | None = None,
+) -> Any:
+    metadata = {
+        "help": help,
+        "output_changing": output_changing,
+        "choices": choices,
+        "minimum": minimum,
+        "pattern": pattern,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every setting of a run. Raises UsageError when a value is outside its range.
+
+    `output_changing` in a field's metadata says that another value can change answers, so that a run folder
+    made with one value refuses to be continued with another.
+    """
+
+    model: str | None = _setting(
+        None,
+        "model folder, hub id, or nothing for the small default model",
+        output_changing=True,
+    )
+    dtype: str = _setting(
+        "auto",
+        "number format of weights and activations; auto is bfloat16 on GPUs that have it, float16 on older "
+        "ones, float32 on a CPU",
+        output_changing=True,
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    out: Path | None = _setting(None, "run folder; the same folder again continues the run")
+    gpus: str = _setting(
+        "auto",
+        "number of GPUs, or all; 0 is the CPU; auto is all GPUs, or the CPU where there is none",
+        pattern=r"auto|all|\d+",
+    )
+    threads: int | None = _setting(None, "CPU threads of the engine; torch's own choice if unset", minimum=1)
+    task: str = _setting(
+        "generate",
+        "task of rows that name none",
+        output_changing=True,
+        choices=("generate", "score", "embed", "classify"),
+    )
+    prompt: str | None = _setting(
+        None,
+        "prompt template with {column} places; {text} is a text file's content",
+        output_changing=True,
+    )
+    system: str | None = _setting(None, "system message of rows that bring none", output_changing=True)
+    prompt_format: str = _setting(
+        "auto",
+        "chat: through the model's chat template; raw: as it stands; auto: chat where the model has a template",
+        output_changing=True,
+        choices=("auto", "chat", "raw"),
+    )
+    overlong: str = _setting(
+        "error",
+        "what becomes of a prompt that is too long for the model",
+        output_changing=True,
+        choices=("error", "truncate-middle", "truncate-left"),
+    )
+    max_tokens: int = _setting(
+        1024, "most tokens generated for a row that sets no limit", output_changing=True, minimum=1
+    )
+    generation_config: str = _setting(
+        "greedy",
+        "sampling of rows that set none: greedy, or model for the model's generation_config.json",
+        output_changing=True,
+        choices=("greedy", "model"),
+    )
+    seed: int = _setting(
+        0, "seed of the run; a row's own seed comes from it, the id and the sample", output_changing=True
+    )
+    ignore_unsupported: bool = _setting(
+        False,
+        "run rows with request fields that have no effect here, such as tools, instead of refusing them",
+        output_changing=True,
+    )
+    keep_columns: tuple[str, ...] = _setting(
+        (),
+        "manifest columns carried into the results; * is all",
+        output_changing=True,
+    )
+    media_root: Path | None = _setting(
+        None,
+        "folder that document paths are relative to and must stay inside; the manifest's folder if unset",
+    )
+    max_row_bytes: int = _setting(64 << 20, "largest manifest row in bytes", minimum=1)
+    limit: int | None = _setting(None, "run only the first N rows", minimum=1)
+    only: str | None = _setting(None, "run only the row with this id, even if it is finished")
+    max_wave_seconds: float = _setting(300.0, "longest planned time of a wave of rows, in seconds", minimum=0.001)
+    wave_tokens: int | None = _setting(None, "most tokens of a wave; from the device's memory if unset", minimum=64)
+    kv_tokens: int | None = _setting(None, "tokens of K/V cache; from the device's memory if unset", minimum=64)
+    decode_batch: int | None = _setting(None, "most rows decoded together; from the device if unset", minimum=1)
+    allow_failures: str = _setting(
+        "0",
+        "failed rows, a number or a percentage such as 2%, up to which the exit code is 0",
+        pattern=r"\d+|\d+(\.\d+)?%",
+    )
+    progress: str = _setting(
+        "auto",
+        "bar on a terminal, log lines otherwise",
+        choices=("auto", "bar", "log", "none"),
+    )
+    quiet: bool = _setting(False, "print errors only")
+    json: bool = _setting(False, "print a machine-readable summary on standard output")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None:
+                _check(item.name, value, item.metadata)
+
+    def allowed_failures(self, num_rows: int) -> int:
+        """Failed rows among `num_rows` that still count as success."""
+        if self.allow_failures.endswith("%"):
+            return int(num_rows * float(self.allow_failures[:-1]) / 100)
+        return int(self.allow_failures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every setting as a JSON value, by name."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that can change answers, as JSON values, by name."""
+        return {
+            item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.metadata["output_changing"]
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings and, by name, where each value came from: `flag --NAME`, a variable, a file, or `default`."""
+
+    settings: Settings
+    origins: dict[str, str]
+
+
+def flag_name(name: str) -> str:
+    """The long flag of a setting: `max_tokens` -> `--max-tokens`."""
+    return "--" + name.replace("_", "-")
+
+
+def help_text(name: str) -> str:
+    """What a setting does, for `--help`."""
+    return str(_METADATA[name]["help"])
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The values a setting may take, or () where they are not a closed list."""
+    values: tuple[str, ...] = _METADATA[name]["choices"]
+    return values
+
+
+def is_switch(name: str) -> bool:
+    """Whether a setting is true or false."""
+    return _HINTS[name] is bool
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    *,
+    config_file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Resolved:
+    """Settings from flags (None and () mean not given), environment, files and defaults, in this order.
+
+    `config_file` takes the place of the project's file. Raises UsageError for an unknown key, a value of the
+    wrong type or outside its range, naming where it stands.
+    """
+    environ = os.environ if environ is None else environ
+    folder = Path.cwd() if folder is None else folder
+    if config_file is None and environ.get(PREFIX + "CONFIG"):
+        config_file = Path(environ[PREFIX + "CONFIG"])
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    layers = [
+        _from_flags(flags),
+        _from_environment(environ),
+        _from_project(config_file, folder),
+        _from_user(environ),
+    ]
+    for layer in layers:
+        for name, (value, origin) in layer.items():
+            if name not in values:
+                values[name] = _convert(name, value, origin)
+                origins[name] = origin
+    for name in _HINTS:
+        origins.setdefault(name, "default")
+    return Resolved(Settings(**values), origins)
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where converted models and measured rates are kept: LONGBATCH_CACHE_DIR, else under XDG_CACHE_HOME, else
+    `~/.cache/longbatch`. The folder need not exist."""
+    environ = os.environ if environ is None else environ
+    if environ.get("LONGBATCH_CACHE_DIR"):
+        return Path(environ["LONGBATCH_CACHE_DIR"])
+    return _user_folder(environ, "XDG_CACHE_HOME", ".cache")
+
+
+def user_file(environ: Mapping[str, str] | None = None) -> Path:
+    """The user's settings file; it need not exist."""
+    environ = os.environ if environ is None else environ
+    return _user_folder(environ, "XDG_CONFIG_HOME", ".config") / "config.toml"
+
+
+def _user_folder(environ: Mapping[str, str], variable: str, fallback: str) -> Path:
+    if environ.get(variable):
+        return Path(environ[variable]) / "longbatch"
+    # Under cron HOME may be missing; expanduser then asks the password database, and may find nothing.
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return Path(home) / fallback / "longbatch"
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    for name in given:
+        _known(name, "flags")
+    return {name: (value, f"flag {flag_name(name)}") for name, value in given.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or value == "":
+            continue
+        name = variable[len(PREFIX) :].lower()
+        _known(name, f"environment variable {variable}", style=lambda known: PREFIX + known.upper())
+        found[name] = (value, f"environment {variable}")
+    return found
+
+
+def _from_project(config_file: Path | None, folder: Path) -> dict[str, tuple[Any, str]]:
+    if config_file is not None:
+        if not config_file.is_file():
+            raise UsageError(f"settings file {config_file} does not exist")
+        return _from_table(_read_toml(config_file), str(config_file))
+    own = folder / "longbatch.toml"
+    if own.is_file():
+        return _from_table(_read_toml(own), "longbatch.toml")
+    shared = folder / "pyproject.toml"
+    if shared.is_file():
+        table = _read_toml(shared).get("tool", {}).get("longbatch", {})
+        return _from_table(table, "pyproject.toml [tool.longbatch]")
+    return {}
+
+
+def _from_user(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    path = user_file(environ)
+    return _from_table(_read_toml(path), str(path)) if path.is_file() else {}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _from_table(table: Mapping[str, Any], origin: str) -> dict[str, tuple[Any, str]]:
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        _known(name, origin)
+        found[name] = (value, origin)
+    return found
+
+
+def _known(name: str, place: str, style: Any = str) -> None:
+    if name in _HINTS:
+        return
+    near = difflib.get_close_matches(name, list(_HINTS), n=1, cutoff=0.6)
+    hint = f"did you mean {style(near[0])}?" if near else "see `longbatch config --show` for the settings there are"
+    raise UsageError(f"unknown setting {name!r} in {place}", hint=hint)
+
+
+def _convert(name: str, value: Any, origin: str) -> Any:
+    """`value`, from TOML, the environment or a flag, as the setting's type, checked."""
+    kind = _HINTS[name]
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(item for item in get_args(kind) if item is not type(None))
+    try:
+        converted = _as_kind(kind, value)
+        _check(name, converted, _METADATA[name])
+    except UsageError as error:
+        raise UsageError(f"{origin}: {error.message}", hint=error.hint) from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{origin}: {name} {error}") from None
+    return converted
+
+
+def _as_kind(kind: Any, value: Any) -> Any:
+    if get_origin(kind) is tuple:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+            return tuple(value)
+        raise ValueError("must be a list of names")
+    if kind is bool:
+        text = str(value).lower()
+        if text in _TRUE | _FALSE:
+            return text in _TRUE
+        raise ValueError("must be true or false")
+    if isinstance(value, (bool, list, dict)):
+        raise ValueError(f"must be a {_KIND_NAMES[kind]}")
+    if kind is int:
+        return _as_integer(value)
+    if kind is float:
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError("must be a number") from None
+    return kind(str(value))
+
+
+def _as_integer(value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(-?\d[\d_]*)\s*([a-z]*)\s*", str(value), re.IGNORECASE)
+    if match is None or match[2].lower() not in _SIZE_UNITS:
+        raise ValueError("must be a whole number, or one with a unit such as 64MiB")
+    return int(match[1]) * _SIZE_UNITS[match[2].lower()]
+
+
+def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    allowed = metadata["choices"]
+    if allowed and value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else None
+        raise UsageError(f"{name} must be one of {', '.join(allowed)}, not {value!r}", hint=hint)
+    minimum = metadata["minimum"]
+    # Written so that NaN fails too.
+    if minimum is not None and not value >= minimum:
+        raise UsageError(f"{name} must be at least {minimum}, not {value}")
+    if metadata["pattern"] and re.fullmatch(metadata["pattern"], value) is None:
+        raise UsageError(f"{name} has no meaning as {value!r}", hint=f"{name}: {metadata['help']}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+_KIND_NAMES: dict[Any, str] = {int: "whole number", float: "number", str: "string", Path: "path"}
+_HINTS: dict[str, Any] = get_type_hints(Settings)
+_METADATA: dict[str, Mapping[str, Any]] = {item.name: item.metadata for item in fields(Settings)}

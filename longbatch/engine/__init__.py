@@ -1,0 +1,5 @@
+"""The engine: prefill in layer-major waves, paged decode, and what is read out of both."""
+
+from longbatch.engine.engine import Engine, EngineLimits
+
+__all__ = ["Engine", "EngineLimits"]

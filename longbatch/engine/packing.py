@@ -1,0 +1,161 @@
+"""From rows to prefill steps: families of token sequences are laid out, cut into chunks where they must be.
+
+A family is a trunk that several branches continue (a document and its labels, or rows that share a beginning),
+or a single branch without a trunk. The trunk runs once; the branches attend to it. A step holds at most
+`step_tokens` tokens; what does not fit is cut and finds its earlier keys in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from longbatch.attention import Extent, Segment, Step
+from longbatch.cache.pages import PAGE_TOKENS
+from longbatch.cache.kv import slots_of
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(slots=True)
+class Branch(Generic[Owner]):
+    """Tokens that follow the family's trunk.
+
+    ids: int32 [n]. reads: half-open ranges of sequence positions (trunk included) whose hidden state is wanted.
+    pages: block table over the whole sequence, trunk included, or None when K/V need not outlive the step.
+    """
+
+    owner: Owner
+    ids: np.ndarray
+    reads: tuple[tuple[int, int], ...]
+    rope_length: int
+    pages: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Family(Generic[Owner]):
+    """trunk: int32 ids, a multiple of PAGE_TOKENS long so that its pages can be shared; may be empty."""
+
+    branches: list[Branch[Owner]]
+    trunk: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    trunk_pages: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.trunk) % PAGE_TOKENS:
+            raise ValueError("a trunk must end at a page boundary")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return len(self.trunk) + sum(len(branch.ids) for branch in self.branches)
+
+
+@dataclass(slots=True)
+class PackedStep(Generic[Owner]):
+    """A step, and whose positions its hidden rows are: (branch, first position, last position + 1) in order."""
+
+    step: Step
+    reads: list[tuple[Branch[Owner], int, int]]
+
+
+@dataclass(slots=True)
+class _Run(Generic[Owner]):
+    """Consecutive tokens of one sequence before cutting."""
+
+    ids: np.ndarray
+    offset: int
+    pages: np.ndarray | None
+    branch: Branch[Owner] | None
+    rope_length: int
+    parent: _Run[Owner] | None
+    placed: list[Extent] = field(default_factory=list)
+
+
+def pack(
+    families: Sequence[Family[Owner]], *, step_tokens: int, tile_rows: int, device: torch.device
+) -> Iterator[PackedStep[Owner]]:
+    """Lay out families in order. Each step must be run before the next is drawn.
+
+    Raises ValueError if the tokens need more than one step and some family has no pages.
+    """
+    runs = list(_runs(families))
+    many = sum(len(run.ids) for run in runs) > step_tokens
+    if many and any(run.pages is None for run in runs):
+        raise ValueError("several steps need pages for every token")
+    step_tokens = max(tile_rows, step_tokens // tile_rows * tile_rows) if many else step_tokens
+    pending: list[tuple[_Run[Owner], int, int]] = []
+    filled = 0
+    for run in runs:
+        start = 0
+        while start < len(run.ids):
+            room = step_tokens - filled
+            stop = min(len(run.ids), start + room)
+            if stop < len(run.ids):
+                # Chunks end at tile boundaries of the sequence, so that a chunked row runs in the same pieces.
+                stop = (run.offset + stop) // tile_rows * tile_rows - run.offset
+            if stop <= start:
+                yield _build(pending, tile_rows, device)
+                pending, filled = [], 0
+                continue
+            pending.append((run, start, stop))
+            filled += stop - start
+            start = stop
+    if pending:
+        yield _build(pending, tile_rows, device)
+
+
+def _runs(families: Sequence[Family[Owner]]) -> Iterator[_Run[Owner]]:
+    for family in families:
+        trunk: _Run[Owner] | None = None
+        if len(family.trunk):
+            rope_length = max(branch.rope_length for branch in family.branches)
+            trunk = _Run(family.trunk, 0, family.trunk_pages, None, rope_length, None)
+            yield trunk
+        for branch in family.branches:
+            yield _Run(branch.ids, len(family.trunk), branch.pages, branch, branch.rope_length, trunk)
+
+
+def _build(
+    pending: list[tuple[_Run[Owner], int, int]], tile_rows: int, device: torch.device
+) -> PackedStep[Owner]:
+    """One step of the pending parts; their runs then know these tokens as lying in pages."""
+    segments: list[Segment] = []
+    reads: list[tuple[Branch[Owner], int, int]] = []
+    ids: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    kept: list[np.ndarray] = []
+    base = 0
+    bases: dict[int, list[Extent]] = {}
+    for run, start, stop in pending:
+        low, high = run.offset + start, run.offset + stop
+        wanted: list[tuple[int, int]] = []
+        if run.branch is not None:
+            for first, last in run.branch.reads:
+                if max(first, low) < min(last, high):
+                    wanted.append((max(first, low), min(last, high)))
+                    reads.append((run.branch, *wanted[-1]))
+        context = list(run.placed)
+        if run.parent is not None:
+            context = [*run.parent.placed, *bases.get(id(run.parent), []), *context]
+        segments.append(Segment(base, low, stop - start, tuple(context), tuple(wanted), run.rope_length))
+        bases.setdefault(id(run), []).append(Extent(low, high, base=base))
+        ids.append(run.ids[start:stop])
+        if run.pages is not None:
+            slots.append(slots_of(run.pages, low, high))
+            kept.append(np.arange(base, base + stop - start))
+        base += stop - start
+    step = Step.build(
+        np.concatenate(ids),
+        segments,
+        np.concatenate(slots) if slots else None,
+        np.concatenate(kept) if kept else None,
+        tile_rows=tile_rows,
+        device=device,
+    )
+    for run, _, stop in pending:
+        run.placed = [Extent(run.offset, run.offset + stop, pages=run.pages)]
+    return PackedStep(step, reads)

@@ -1,0 +1,121 @@
+"""A decoder built from its spec and its tensors. It computes and holds weights; the engine decides what runs when.
+
+Methods take packed tokens and are meant to be called under `torch.inference_mode`. The residual stream is
+updated in place: `out` and `mlp` add to the x that they are given and return it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longbatch.models.blocks import Attention, DenseMlp, rms_norm
+from longbatch.models.moe import MoeMlp
+from longbatch.models.parameters import parameters
+from longbatch.models.rope import Rope, RopeValues
+from longbatch.models.spec import LayerSpec, ModelSpec, RopeSpec
+
+
+class Layer:
+    """One decoder layer, driven tile by tile:
+
+        n = layer.norm(x)
+        q, k, v = layer.qkv(n, rope)        or q and kv apart
+        x = layer.out(x, attention)         # adds in place
+        x = layer.mlp(x)                    # adds in place
+
+    rope_index: which of `Decoder.ropes` it rotates by, None for none. sinks: attention sink logits [H] or None.
+    """
+
+    def __init__(
+        self, spec: LayerSpec, norm_eps: float, weights: Mapping[str, Tensor], rope_index: int | None = None
+    ) -> None:
+        self.spec = spec
+        self.rope_index = rope_index
+        self._eps = norm_eps
+        self._input_norm = weights["input_norm"]
+        self._mlp_norm, self._mlp_out_norm = weights["mlp_norm"], weights.get("mlp_out_norm")
+        self._attention = Attention(spec, norm_eps, weights)
+        self._mlp = DenseMlp(spec, weights) if spec.moe is None else MoeMlp(spec, weights)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Attention sink logits [H], where the family has them."""
+        return self._attention.sinks
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The normed tokens [T, hidden] that q, kv and qkv take."""
+        return rms_norm(x, self._input_norm, self._eps)
+
+    def q(self, n: Tensor, rope: RopeValues | None) -> Tensor:
+        """Queries [T, H, D], normed and rotated."""
+        return self._attention.q(n, rope)
+
+    def kv(self, n: Tensor, rope: RopeValues | None) -> tuple[Tensor, Tensor]:
+        """Keys, normed and rotated, and values: both [T, Hkv, D]; values are a strided view."""
+        return self._attention.kv(n, rope)
+
+    def qkv(self, n: Tensor, rope: RopeValues | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values in one matrix product."""
+        return self._attention.qkv(n, rope)
+
+    def out(self, x: Tensor, attention: Tensor) -> Tensor:
+        """x + o_proj(attention [T, H, D]), written into x [T, hidden]."""
+        return self._attention.out(x, attention)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """x + mlp(norm(x)), written into x [T, hidden]."""
+        n = rms_norm(x, self._mlp_norm, self._eps)
+        if self._mlp_out_norm is None:
+            return self._mlp.add_to(x, n)
+        return x.add_(rms_norm(self._mlp(n), self._mlp_out_norm, self._eps))
+
+
+class Decoder:
+    """Embedding, layers, final norm and vocabulary projection.
+
+    tensors: one for each of `parameters(spec)`, by name; norms already hold `norm_offset`. ropes: the distinct
+    rotations of the layers; the engine asks each once per tile and hands a layer the values of its `rope_index`.
+    """
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+        self.spec = spec
+        self._embed = tensors["embed"]
+        self._head = self._embed if spec.tied_embeddings else tensors["head"]
+        self._final_norm = tensors["final_norm"]
+        self.dtype: torch.dtype = self._embed.dtype
+        self.device: torch.device = self._embed.device
+        # The scale is rounded to the weights' dtype, as Gemma was trained.
+        self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
+        distinct: list[RopeSpec] = []
+        for layer in spec.layers:
+            if layer.rope is not None and layer.rope not in distinct:
+                distinct.append(layer.rope)
+        self.ropes = tuple(Rope.build(rope, self.device) for rope in distinct)
+        weights: list[dict[str, Tensor]] = [{} for _ in spec.layers]
+        for parameter in parameters(spec):
+            if parameter.layer is not None:
+                weights[parameter.layer][parameter.key] = tensors[parameter.name]
+        self.layers = tuple(
+            Layer(layer, spec.norm_eps, own, None if layer.rope is None else distinct.index(layer.rope))
+            for layer, own in zip(spec.layers, weights, strict=True)
+        )
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [T, hidden] of token ids [T], int32 or int64."""
+        x = F.embedding(ids, self._embed)
+        return x if self.spec.embed_scale == 1.0 else x.mul_(self._embed_scale)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """The hidden state [T, hidden] that `logits` takes."""
+        return rms_norm(x, self._final_norm, self.spec.norm_eps)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Logits [T, vocab] in float32 of final-normed states h [T, hidden], the final soft-cap applied."""
+        logits = F.linear(h, self._head).to(torch.float32)
+        cap = self.spec.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -1,0 +1,1 @@
+"""One torch-free file per model family: `describe(config) -> ModelSpec`."""

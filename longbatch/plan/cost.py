@@ -1,0 +1,75 @@
+"""What work costs: operations and bytes of a model, divided by a device's measured rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from longbatch.device import Rates
+from longbatch.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter and of one cache entry."""
+
+    spec: ModelSpec
+    rates: Rates
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    def prefill(self, prompt: np.ndarray, branch_tokens: np.ndarray | None = None) -> np.ndarray:
+        """Seconds for reading each prompt: float64 [rows], for int [rows] prompts of whole waves.
+
+        branch_tokens: tokens of each row's branches, every one of which attends to the whole prompt.
+        """
+        spec, rates = self.spec, self.rates
+        length = prompt.astype(np.float64)
+        branch = np.zeros_like(length) if branch_tokens is None else branch_tokens.astype(np.float64)
+        projections = spec.matmul_flops_per_token * (length + branch) + self._head_flops * (1 + branch)
+        attention = np.zeros_like(length)
+        for window, flops in self._attention_flops.items():
+            attention += flops * (_causal_pairs(length, window) + branch * np.minimum(length, window or np.inf))
+        seconds: np.ndarray = projections / rates.gemm_flops + attention / rates.attention_flops
+        return seconds
+
+    def decode(self, prompt: np.ndarray, generated: np.ndarray, kv_tokens: int) -> float:
+        """Seconds for sampling `generated` tokens after each prompt, if every row uses all of them.
+
+        Each step reads the weights once for all rows that decode together, as many as kv_tokens holds.
+        """
+        rows = generated > 0
+        if not rows.any():
+            return 0.0
+        before, steps = prompt[rows].astype(np.float64), generated[rows].astype(np.float64)
+        together = max(1.0, kv_tokens / float((before + steps).mean()))
+        num_steps = max(float(steps.max()), float(steps.sum()) / together)
+        reading = num_steps * self.spec.num_parameters * self.weight_bytes / self.rates.bandwidth
+        flops = self.spec.matmul_flops_per_token + self._head_flops
+        computing = float(steps.sum()) * flops / self.rates.gemm_flops
+        entries = self.spec.kv_entries_per_token * float((steps * before + steps**2 / 2).sum())
+        return max(reading, computing) + entries * self.kv_bytes / self.rates.bandwidth
+
+    @cached_property
+    def _head_flops(self) -> float:
+        """Operations of the vocabulary projection for one position."""
+        return 2.0 * self.spec.hidden_size * self.spec.vocab_size
+
+    @cached_property
+    def _attention_flops(self) -> dict[int | None, float]:
+        """Operations for each (query, key) pair, by the layers' windows."""
+        flops: dict[int | None, float] = {}
+        for layer in self.spec.layers:
+            flops[layer.window] = flops.get(layer.window, 0.0) + 4.0 * layer.num_heads * layer.head_dim
+        return flops
+
+
+def _causal_pairs(length: np.ndarray, window: int | None) -> np.ndarray:
+    """How many keys all queries of a prompt see together."""
+    if window is None:
+        window = int(length.max(initial=0))
+    seen = np.minimum(length, window)
+    pairs: np.ndarray = seen * (seen + 1) / 2 + (length - seen) * window
+    return pairs

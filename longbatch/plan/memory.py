@@ -1,0 +1,136 @@
+"""The memory budget: everything a run allocates on one device, summed before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longbatch.errors import DeviceError
+from longbatch.models.spec import ModelSpec
+
+PAGE_TOKENS = 64
+GIB = 2**30
+
+# What a process needs beside its tensors: CUDA's context and libraries and the allocator's gaps on a GPU; the
+# interpreter, torch and everybody else's work on a CPU.
+_GPU_RESERVE_BYTES = 3 * GIB // 2
+_GPU_RESERVE_SHARE = 0.04
+_CPU_RESERVE_BYTES = GIB
+_CPU_RESERVE_SHARE = 0.25
+# Tokens whose Q, attention output and MLP exist at the same time.
+_GPU_TILE_TOKENS = 8192
+_CPU_TILE_TOKENS = 1024
+# Logits are float32 and made in tiles of about this size, with as much again for their log-softmax.
+_LOGIT_BYTES = GIB // 4
+# A wave this long keeps every matrix product at full speed; more would only take pages from the cache.
+_GPU_WAVE_TOKENS = 262_144
+_CPU_WAVE_TOKENS = 16_384
+_WAVE_SHARE = 0.25
+# A CPU's memory is shared with others, so the cache there stops at what keeps the cores busy.
+_CPU_KV_TOKENS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one device can hold.
+
+    wave_tokens: most tokens of one wave. kv_tokens: tokens that the K/V pages hold, a multiple of 64. tile_tokens:
+    tokens whose Q, attention output and MLP exist at once. parts: the sum as (what, bytes), the reserve included;
+    memory_bytes: what there is.
+    """
+
+    wave_tokens: int
+    kv_tokens: int
+    tile_tokens: int
+    parts: tuple[tuple[str, int], ...] = ()
+    memory_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(num_bytes for _, num_bytes in self.parts)
+
+
+def budget(
+    spec: ModelSpec,
+    device_memory_bytes: int,
+    weight_bytes_per_param: float,
+    kv_bytes: float,
+    on_gpu: bool,
+    *,
+    wave_tokens: int | None = None,
+    kv_tokens: int | None = None,
+) -> Budget:
+    """Share out a device's memory.
+
+    kv_bytes: bytes of one cache entry. wave_tokens, kv_tokens: fixed by the user, else chosen. Raises DeviceError
+    where the weights leave no room for even a short prompt, or a fixed size does not fit.
+    """
+    activation_bytes = max(2.0, weight_bytes_per_param)
+    if on_gpu:
+        reserve = _GPU_RESERVE_BYTES + int(_GPU_RESERVE_SHARE * device_memory_bytes)
+        tile_tokens, most_wave_tokens = _GPU_TILE_TOKENS, _GPU_WAVE_TOKENS
+    else:
+        reserve = _CPU_RESERVE_BYTES + int(_CPU_RESERVE_SHARE * device_memory_bytes)
+        tile_tokens, most_wave_tokens = _CPU_TILE_TOKENS, _CPU_WAVE_TOKENS
+    weights = int(spec.num_parameters * weight_bytes_per_param)
+    tile = int(tile_tokens * _tile_numbers(spec) * activation_bytes)
+    logits = 2 * max(_LOGIT_BYTES, 4 * spec.vocab_size)
+    free = device_memory_bytes - reserve - weights - tile - logits
+
+    wave_bytes = int(_wave_numbers(spec) * activation_bytes) + _rope_bytes(spec)
+    page_bytes = int(PAGE_TOKENS * spec.kv_entries_per_token * kv_bytes)
+    if free < PAGE_TOKENS * wave_bytes + page_bytes:
+        needed = device_memory_bytes - free + PAGE_TOKENS * wave_bytes + page_bytes
+        raise DeviceError(
+            f"the model needs at least {needed / GIB:.1f} GiB and the device has {device_memory_bytes / GIB:.1f} GiB",
+            hint="use a device with more memory, a smaller model or a smaller --dtype",
+        )
+    if wave_tokens is None:
+        # The pages must hold a wave twice, so that rows go on decoding while the next ones are read.
+        token_bytes = page_bytes // PAGE_TOKENS
+        room = min(int(_WAVE_SHARE * free) // wave_bytes, free // (wave_bytes + 2 * token_bytes))
+        wave_tokens = max(PAGE_TOKENS, min(most_wave_tokens, room // PAGE_TOKENS * PAGE_TOKENS))
+    num_pages = (free - wave_tokens * wave_bytes) // page_bytes
+    if kv_tokens is not None:
+        num_pages = min(num_pages, -(-kv_tokens // PAGE_TOKENS))
+    elif not on_gpu:
+        num_pages = min(num_pages, -(-max(_CPU_KV_TOKENS, spec.max_length) // PAGE_TOKENS))
+    if num_pages * PAGE_TOKENS < (kv_tokens or PAGE_TOKENS):
+        raise DeviceError(
+            f"the device has no room for a wave of {wave_tokens:,} tokens beside a cache of"
+            f" {kv_tokens or PAGE_TOKENS:,} tokens",
+            hint="lower --wave-tokens or --kv-tokens, or leave them out",
+        )
+    parts = (
+        ("weights", weights),
+        ("K/V pages", num_pages * page_bytes),
+        ("wave", wave_tokens * wave_bytes),
+        ("tile", tile),
+        ("logits", logits),
+        ("reserve", reserve),
+    )
+    return Budget(wave_tokens, num_pages * PAGE_TOKENS, tile_tokens, parts, device_memory_bytes)
+
+
+def _wave_numbers(spec: ModelSpec) -> int:
+    """Numbers kept for each token of a wave: hidden state, old and new, and K and V of two layers."""
+    return 2 * spec.hidden_size + 2 * max(sum(s.heads * s.dim for s in layer.streams) for layer in spec.layers)
+
+
+def _rope_bytes(spec: ModelSpec) -> int:
+    """Bytes of each token's float32 cosines and sines, for every kind of rotary embedding."""
+    kinds = {(rope.kind, rope.theta, rope.dim) for layer in spec.layers if (rope := layer.rope) is not None}
+    return sum(8 * dim for _, _, dim in kinds)
+
+
+def _tile_numbers(spec: ModelSpec) -> int:
+    """Numbers that exist at once for each token of a tile, in the largest layer."""
+    largest = 0
+    for layer in spec.layers:
+        attention = 3 * layer.num_heads * layer.head_dim
+        if layer.moe is None:
+            mlp = 3 * layer.intermediate_size
+        else:
+            mlp = layer.moe.experts_per_token * (3 * layer.moe.intermediate_size + spec.hidden_size)
+        largest = max(largest, 3 * spec.hidden_size + max(attention, mlp))
+    return largest

@@ -1,0 +1,1 @@
+"""What a person reads: progress while a run goes on, tables of a plan and of a manifest's faults."""

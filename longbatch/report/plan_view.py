@@ -1,0 +1,200 @@
+"""A plan as a person reads it: totals, prompt lengths, memory, waves, and the rows that cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longbatch.device import DeviceInfo
+from longbatch.errors import RowError
+from longbatch.plan import Plan
+from longbatch.report.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+NUM_EXAMPLES = 5
+NUM_WAVES = 12
+BAR_CELLS = 30
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Rows that cannot run, counted by error type, with the first few of each kept as text."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, name: str, error: RowError) -> None:
+        """Count one. name: the row as a person finds it, by id, number or place."""
+        self.counts[error.type] = self.counts.get(error.type, 0) + 1
+        kept = self.examples.setdefault(error.type, [])
+        if len(kept) < NUM_EXAMPLES:
+            kept.append(f"{name}: {error.message}" if name else error.message)
+
+    @property
+    def num_rows(self) -> int:
+        """All of them."""
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """A plan with what it was made for. Set by `longbatch.run.make_plan`.
+
+    model: name or folder. dtype: resolved. num_rows: answers that the manifest asks for. num_finished: answered by
+    an earlier run. refusals: rows that cannot run, for whatever reason, those the plan refused included.
+    stored: where the plan was saved.
+    """
+
+    plan: Plan
+    model: str
+    dtype: str
+    device: DeviceInfo
+    num_rows: int
+    num_finished: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
+    stored: Path | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The view as JSON values, for `--json`."""
+        plan = self.plan
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device.name,
+            "num_rows": self.num_rows,
+            "num_finished": self.num_finished,
+            "num_refused": self.refusals.num_rows,
+            "totals": {**asdict(plan.totals), "seconds": plan.totals.seconds},
+            "histogram": [asdict(bucket) for bucket in plan.histogram],
+            "memory": {
+                "device_bytes": plan.budget.memory_bytes,
+                "wave_tokens": plan.budget.wave_tokens,
+                "kv_tokens": plan.budget.kv_tokens,
+                "parts": dict(plan.budget.parts),
+            },
+            "waves": [
+                {"rows": len(wave.rows), "tokens": wave.tokens, "width": wave.width, "seconds": wave.seconds}
+                for wave in plan.waves
+            ],
+            "refused": {
+                kind: {"count": count, "examples": self.refusals.examples[kind]}
+                for kind, count in self.refusals.counts.items()
+            },
+            "stored": str(self.stored) if self.stored else None,
+        }
+
+
+def print_plan(view: PlanView) -> None:
+    """Print a plan on standard output."""
+    from rich.console import Console
+
+    # Lines are not cut or wrapped when they go to a file or a pipe.
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(_facts(view))
+    if view.plan.totals.num_rows:
+        _section(console, "prompt lengths", _histogram(view.plan, ascii_only=not _can_draw(console)))
+    _section(console, "memory", _memory(view.plan))
+    if view.plan.totals.num_rows:
+        _section(console, "waves", _waves(view.plan))
+    if view.refusals.num_rows:
+        console.print("\ncannot run", style="bold")
+        for line in _refusal_lines(view.refusals):
+            console.print(line)
+    if view.stored:
+        console.print(f"\nstored in {view.stored}; `longbatch run` with the same -o uses it")
+
+
+def _facts(view: PlanView) -> Table:
+    totals = view.plan.totals
+    rows = [f"{view.num_rows:,} rows: {totals.num_rows:,} run in {_number(totals.num_waves, 'wave')}"]
+    if view.num_finished:
+        rows.append(f"{view.num_finished:,} are finished")
+    if view.refusals.num_rows:
+        rows.append(f"{view.refusals.num_rows:,} cannot run")
+    table = _table("", "")
+    table.add_row("model", f"{view.model}, {view.dtype}")
+    table.add_row("device", view.device.name)
+    table.add_row("rows", ", ".join(rows))
+    table.add_row(
+        "tokens",
+        f"{totals.prompt_tokens:,} to read, at most {totals.longest_prompt:,} in a row; "
+        f"at most {totals.generated_tokens:,} to generate",
+    )
+    table.add_row(
+        "time",
+        f"about {seconds_text(totals.seconds)}: prefill {seconds_text(totals.prefill_seconds)}, "
+        f"decode at most {seconds_text(totals.decode_seconds)}",
+    )
+    return table
+
+
+def _histogram(plan: Plan, *, ascii_only: bool) -> Table:
+    table = _table("tokens", ">rows", ">tokens in them", "")
+    buckets = plan.histogram
+    most = max(bucket.num_tokens for bucket in buckets)
+    for bucket in buckets:
+        cells = -(-BAR_CELLS * bucket.num_tokens // most) if most else 0
+        length = f"{bucket.low:,} - {bucket.high:,}"
+        table.add_row(length, f"{bucket.num_rows:,}", f"{bucket.num_tokens:,}", ("#" if ascii_only else "█") * cells)
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    budget = plan.budget
+    table = _table("", ">", "")
+    notes = {"K/V pages": f"{budget.kv_tokens:,} tokens", "wave": f"{budget.wave_tokens:,} tokens"}
+    for name, num_bytes in budget.parts:
+        table.add_row(name, bytes_text(num_bytes), notes.get(name, ""))
+    table.add_row("together", bytes_text(budget.used_bytes), f"of {bytes_text(budget.memory_bytes)}")
+    return table
+
+
+def _waves(plan: Plan) -> Table:
+    table = _table(">wave", ">rows", ">tokens", ">longest", ">prefill")
+    waves = plan.waves
+    for wave in waves[:NUM_WAVES]:
+        longest = max(size.prompt for size in wave.rows)
+        table.add_row(
+            str(wave.index + 1), f"{len(wave.rows):,}", f"{wave.tokens:,}", f"{longest:,}", seconds_text(wave.seconds)
+        )
+    if len(waves) > NUM_WAVES:
+        table.add_row("...", f"{len(waves) - NUM_WAVES:,} more", "", "", "")
+    return table
+
+
+def _refusal_lines(refusals: Refusals) -> Iterable[str]:
+    for kind, count in sorted(refusals.counts.items(), key=lambda item: -item[1]):
+        yield f"  {kind}: {count:,}"
+        examples = refusals.examples[kind]
+        yield from (f"    {example}" for example in examples)
+        if count > len(examples):
+            yield f"    ... and {count - len(examples):,} more"
+
+
+def _section(console: Console, title: str, table: Table) -> None:
+    console.print(f"\n{title}", style="bold")
+    console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    """A table without lines; a leading > in a heading puts the column's values to the right."""
+    from rich.table import Table
+
+    named = any(column.strip(">") for column in columns)
+    table = Table(box=None, show_header=named, pad_edge=True, padding=(0, 2), header_style="")
+    for column in columns:
+        table.add_column(column.strip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    return table
+
+
+def _can_draw(console: Console) -> bool:
+    return console.encoding.lower().startswith("utf")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

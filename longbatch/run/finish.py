@@ -1,0 +1,91 @@
+"""The end of a run: results merged in manifest order, what a person reads, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longbatch.config import Settings
+from longbatch.errors import ExitCode, InterruptedRun
+from longbatch.output import MergeSummary, RunFolder, merge, recover
+from longbatch.report.units import count_text, rate_text, seconds_text
+from longbatch.run.index import RowIndex
+from longbatch.run.planning import index_path
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What this process did: rows and tokens, and the seconds it took, start-up apart."""
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    startup_seconds: float = 0.0
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+
+def exit_code(settings: Settings, summary: MergeSummary) -> ExitCode:
+    """OK, or FAILED_ROWS when more rows failed than --allow-failures lets pass."""
+    if summary.num_failed > settings.allowed_failures(summary.num_rows):
+        return ExitCode.FAILED_ROWS
+    return ExitCode.OK
+
+
+def merge_folder(out: Path, *, partial: bool) -> ExitCode:
+    """`longbatch merge`: by the index that the run stored. Raises UsageError, InterruptedRun, DiskError."""
+    folder = RunFolder.open(out)
+    recover(folder)
+    index = RowIndex.load(index_path(folder), None)
+    if index is None:
+        raise InterruptedRun(
+            f"{out} holds no index of its rows yet", hint="run it once more; it continues where it stopped"
+        )
+    summary = merge(folder, index.keys, partial=partial)
+    print("\n".join(summary_lines(folder, summary, Work())), file=sys.stderr)
+    return ExitCode.FAILED_ROWS if summary.num_failed else ExitCode.OK
+
+
+def summary_lines(folder: RunFolder, summary: MergeSummary, work: Work) -> list[str]:
+    """What stands on the screen at the end."""
+    failed = [f"{count:,} {kind}" for kind, count in summary.counts.items() if kind != "ok"]
+    lines = [f"{summary.num_rows:,} rows: {summary.counts['ok']:,} ok" + "".join(f", {text}" for text in failed)]
+    if summary.num_missing:
+        lines[0] += f", {summary.num_missing:,} not finished"
+    if work.rows:
+        tokens = f"{count_text(work.prompt_tokens)} tokens read, {count_text(work.generated_tokens)} generated"
+        rate = rate_text((work.prompt_tokens + work.generated_tokens) / max(work.seconds, 1e-9))
+        lines.append(f"this run: {work.rows:,} rows, {tokens} in {seconds_text(work.seconds)} ({rate} tok/s)")
+    lines.append(f"results: {folder.results}/*.parquet")
+    if failed:
+        lines.append(f"failed rows have the reason in the column error; longbatch export {folder.path} - shows them")
+    return lines
+
+
+def summary_json(folder: RunFolder, summary: MergeSummary, work: Work) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "out": str(folder.path),
+        "rows": summary.num_rows,
+        "ok": summary.counts["ok"],
+        "failed": summary.num_failed,
+        "errors": {kind: count for kind, count in summary.counts.items() if kind != "ok"},
+        "missing": summary.num_missing,
+        "results": [str(folder.results / name) for name in summary.files],
+        "run": {
+            "rows": work.rows,
+            "prompt_tokens": work.prompt_tokens,
+            "generated_tokens": work.generated_tokens,
+            "startup_seconds": work.startup_seconds,
+            "seconds": work.seconds,
+            "busy_seconds": work.busy_seconds,
+        },
+    }
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """On standard output, which holds nothing else."""
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,180 @@
+"""Every row that a job asks for, small enough for millions: where it stands, how long it is, or why it cannot run.
+
+Made by one pass over the manifest, stored in the run folder, and used again as long as manifest and settings are the
+same, so that a continued run neither reads nor tokenizes what it has counted before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from longbatch.core import Fault, Location, Request, RowSize
+from longbatch.errors import RowError
+from longbatch.manifest import Manifest
+from longbatch.output import KeyTable
+from longbatch.output.files import disk_errors
+from longbatch.prompt import PromptBuilder
+
+VERSION = 1
+CHUNK_ROWS = 4096
+_METADATA_KEY = b"longbatch.index"
+_DTYPE = np.dtype(
+    [
+        ("source", np.int32),
+        ("offset", np.int64),
+        ("length", np.int64),
+        ("prompt", np.int64),
+        ("generated", np.int64),
+        ("branch_tokens", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """One entry per answer, in manifest order.
+
+    keys: identity and content hash of each. entries: _DTYPE [n], location and size. errors: by entry, why it cannot
+    run. identity: what the index was made for.
+    """
+
+    keys: KeyTable
+    entries: np.ndarray
+    errors: dict[int, RowError]
+    identity: str
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def location(self, entry: int) -> Location:
+        """Where the entry's row stands in the manifest."""
+        found = self.entries[entry]
+        return Location(int(found["source"]), int(found["offset"]), int(found["length"]))
+
+    def fingerprint(self, entry: int) -> bytes:
+        """The content hash of the entry's row: 16 bytes."""
+        # numpy drops trailing zero bytes of a fixed-width string.
+        return bytes(self.keys.answers[entry]).ljust(32, b"\0")[16:]
+
+    def entry(self, row: int, sample: int) -> int:
+        """The entry of a row's sample: rows ascend, and a row's samples stand together."""
+        return int(np.searchsorted(self.keys.rows, row)) + sample
+
+    def sizes(self, entries: np.ndarray) -> Iterator[RowSize]:
+        """Lengths of some entries."""
+        chosen = self.entries[entries]
+        columns = (
+            self.keys.rows[entries],
+            self.keys.samples[entries],
+            chosen["prompt"],
+            chosen["generated"],
+            chosen["branch_tokens"],
+        )
+        return map(RowSize._make, zip(*(column.tolist() for column in columns), strict=True))
+
+    def runnable(self) -> np.ndarray:
+        """Entries without an error: int64."""
+        able = np.ones(len(self), dtype=bool)
+        able[list(self.errors)] = False
+        return np.flatnonzero(able)
+
+    @classmethod
+    def build(
+        cls, manifest: Manifest, builder: PromptBuilder, identity: str, progress: Callable[[int], None]
+    ) -> RowIndex:
+        """Read and count the whole manifest; constant memory but for the index itself."""
+        entries: list[np.ndarray] = []
+        errors: dict[int, RowError] = {}
+
+        def counted() -> Iterator[Request | Fault]:
+            base = 0
+            for answers in _chunks(manifest.rows()):
+                entries.append(_measure(answers, builder, base, errors))
+                base += len(answers)
+                yield from answers
+                progress(base)
+
+        keys = KeyTable.of(counted())
+        return cls(keys, np.concatenate(entries), errors, identity)
+
+    def save(self, path: Path) -> None:
+        """Write the index as one Parquet file, replacing an older one in one step. Raises DiskError."""
+        facts = {
+            "version": VERSION,
+            "identity": self.identity,
+            "errors": [[entry, error.type, error.message, error.field] for entry, error in sorted(self.errors.items())],
+        }
+        answers = pa.Array.from_buffers(pa.binary(32), len(self), [None, pa.py_buffer(self.keys.answers.tobytes())])
+        columns: dict[str, Any] = {
+            "answer": answers,
+            "row": self.keys.rows,
+            "sample": self.keys.samples,
+            **{name: np.ascontiguousarray(self.entries[name]) for name in _DTYPE.names or ()},
+        }
+        table = pa.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(facts).encode()})
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with disk_errors("store the row index", path):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
+            os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: Path, identity: str | None) -> RowIndex | None:
+        """The stored index if it was made for `identity` (None: whatever it was made for); None if there is none, or
+        it is damaged: making it again mends that."""
+        try:
+            table = pq.read_table(path, page_checksum_verification=True)
+            facts = json.loads(table.schema.metadata[_METADATA_KEY])
+            if facts["version"] != VERSION or identity not in (None, facts["identity"]):
+                return None
+            errors = {entry: RowError(kind, message, field=field) for entry, kind, message, field in facts["errors"]}
+        except (OSError, pa.ArrowException, KeyError, ValueError, TypeError):
+            return None
+        table = table.combine_chunks()
+        entries = np.empty(table.num_rows, dtype=_DTYPE)
+        for name in _DTYPE.names or ():
+            entries[name] = table[name].to_numpy()
+        stored = table["answer"].chunk(0)
+        answers = np.frombuffer(stored.buffers()[1], dtype="S32")[stored.offset :][: len(stored)]
+        keys = KeyTable(answers, table["row"].to_numpy(), table["sample"].to_numpy())
+        return cls(keys, entries, errors, facts["identity"])
+
+
+def _chunks(rows: Iterator[Request | Fault]) -> Iterator[list[Request | Fault]]:
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        yield chunk
+
+
+def _measure(
+    answers: list[Request | Fault], builder: PromptBuilder, base: int, errors: dict[int, RowError]
+) -> np.ndarray:
+    """Locations and sizes of consecutive rows; those that cannot run are noted in `errors`."""
+    found = np.zeros(len(answers), dtype=_DTYPE)
+    found["source"] = [answer.location.source for answer in answers]
+    found["offset"] = [answer.location.offset for answer in answers]
+    found["length"] = [answer.location.length for answer in answers]
+    able: list[int] = []
+    requests: list[Request] = []
+    for i, answer in enumerate(answers):
+        if isinstance(answer, Fault):
+            errors[base + i] = answer.error
+        else:
+            able.append(i)
+            requests.append(answer)
+    sizes = builder.sizes(requests)
+    for i, size in zip(able, sizes, strict=True):
+        if isinstance(size, RowError):
+            errors[base + i] = size
+        else:
+            found[i] = (*found[i].tolist()[:3], size.prompt, size.generated, size.branch_tokens)
+    return found

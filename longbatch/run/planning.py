@@ -1,0 +1,105 @@
+"""The rows of a job that are left, packed into waves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from longbatch.config import Settings
+from longbatch.output import Done, RowState, RunFolder, scan
+from longbatch.plan import Plan
+from longbatch.plan import make_plan as pack
+from longbatch.report.plan_view import PlanView, Refusals
+from longbatch.run.index import RowIndex
+from longbatch.run.job import Job, say_on_stderr
+
+INDEX_FILE = "index.parquet"
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What is left to do. plan: rows to run. failed: entries that cannot run and have no result yet. attempts: of the results that are there, by entry; 0 where there is none. num_finished: entries
+    with a result that stands."""
+
+    index: RowIndex
+    plan: Plan
+    failed: list[int]
+    attempts: np.ndarray
+    num_finished: int
+
+
+def index_path(folder: RunFolder) -> Path:
+    """Where a run folder keeps its index."""
+    return folder.work / INDEX_FILE
+
+
+def index_identity(job: Job) -> str:
+    """A hash of all that the index depends on: the manifest's files and every setting that changes what is read."""
+    content = [job.manifest.fingerprint_sources(), job.identity(), job.settings.limit, job.settings.only]
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def get_index(job: Job, folder: RunFolder | None) -> RowIndex:
+    """The stored index where it fits, else a new one, stored where there is a folder. An index of one row
+    (`--only`) is never stored."""
+    identity = index_identity(job)
+    stored = RowIndex.load(index_path(folder), identity) if folder is not None else None
+    if stored is not None:
+        return stored
+    index = RowIndex.build(job.manifest, job.builder, identity, lambda count: None)
+    if folder is not None and job.settings.only is None:
+        index.save(index_path(folder))
+    return index
+
+
+def remaining(job: Job, index: RowIndex, done: Done | None) -> Remaining:
+    """Compare the index with what is done, and plan the rest. With `--only` the row runs again whatever it holds."""
+    states = np.zeros(len(index), dtype=np.uint8)
+    attempts = np.zeros(len(index), dtype=np.int32)
+    if done is not None:
+        places, states = done.find(index.keys.answers)
+        attempts[places >= 0] = done.attempts[places[places >= 0]]
+    again = job.settings.only is not None
+    finished = np.zeros(len(index), dtype=bool) if again else (states == RowState.OK) | (states == RowState.FAILED)
+    left = np.flatnonzero(~finished)
+    able = left[np.isin(left, index.runnable(), assume_unique=True)]
+    failed = left[~np.isin(left, able, assume_unique=True)].tolist()
+    plan = pack(
+        index.sizes(able),
+        job.spec,
+        job.budget(),
+        job.cost(),
+        max_wave_seconds=job.settings.max_wave_seconds,
+    )
+    for size, error in plan.refused:
+        entry = index.entry(size.row, size.sample)
+        index.errors[entry] = error
+        failed.append(entry)
+    return Remaining(index, plan, sorted(failed), attempts, int(np.count_nonzero(finished)))
+
+
+def make_plan(settings: Settings, sources: list[str]) -> PlanView:
+    """`longbatch plan`: nothing runs; with an output folder the index is stored there and `run` uses it."""
+    job = Job.open(settings, sources, say_on_stderr)
+    folder = None
+    if settings.out is not None:
+        folder = RunFolder.create_or_open(settings.out, job.identity(), job.info())
+    index = get_index(job, folder)
+    left = remaining(job, index, None if folder is None else scan(folder))
+    refusals = Refusals()
+    for entry in left.failed:
+        refusals.add(f"row {int(index.keys.rows[entry])}", index.errors[entry])
+    return PlanView(
+        plan=left.plan,
+        model=job.model_dir.name,
+        dtype=job.dtype,
+        device=job.device,
+        num_rows=len(index),
+        num_finished=left.num_finished,
+        refusals=refusals,
+        stored=None if folder is None else folder.path,
+    )

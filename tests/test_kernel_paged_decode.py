@@ -1,0 +1,104 @@
+"""The paged decode kernel against its reference: interpreted on a CPU, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from longbatch_kernels.paged_decode import paged_decode, paged_decode_ref  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def case(
+    lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: str = DEVICE, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """Random q, pools and a block table of scattered pages; every slot that no sequence owns holds NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = [-(-length // 64) for length in lengths]
+    order = torch.randperm(sum(pages) + 3, generator=generator)
+    table = torch.zeros((len(lengths), max(pages)), dtype=torch.int32)
+    k = torch.full((len(order) * 64, kv_heads, dim), float("nan"))
+    v = k.clone()
+    at = 0
+    for b, (count, length) in enumerate(zip(pages, lengths, strict=True)):
+        table[b, :count] = order[at : at + count].int()
+        at += count
+        slots = (table[b, :count].long()[:, None] * 64 + torch.arange(64)).reshape(-1)[:length]
+        k[slots] = torch.randn(length, kv_heads, dim, generator=generator)
+        v[slots] = torch.randn(length, kv_heads, dim, generator=generator)
+    q = torch.randn(len(lengths), heads, dim, generator=generator)
+    moved = [x.to(device, dtype) for x in (q, k, v)]
+    return (*moved, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "dim"),
+    [
+        pytest.param([1, 63, 64, 65, 127, 200], 4, 2, 32, id="odd-lengths"),
+        pytest.param([130], 9, 3, 64, id="group-3"),
+        pytest.param([40, 300], 7, 1, 16, id="group-7"),
+        pytest.param([70], 3, 3, 80, id="dim-80"),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 1, 50, 128])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_equals_reference(
+    lengths: list[int], heads: int, kv_heads: int, dim: int, window: int | None, sinks: bool
+) -> None:
+    q, k, v, table, counts = case(lengths, heads, kv_heads, dim, torch.float32)
+    logits = torch.randn(heads, device=DEVICE) if sinks else None
+    expected = paged_decode_ref(q, k, v, table, counts, scale=0.2, window=window, sinks=logits)
+    found = paged_decode(
+        q, k, v, table, counts, max(lengths), scale=0.2, window=window, sinks=logits, split=128, block_n=32
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_does_not_depend_on_neighbours() -> None:
+    q, k, v, table, counts = case([90, 700, 33], 4, 2, 32, torch.float32)
+    together = paged_decode(q, k, v, table, counts, 700, scale=0.2, split=128, block_n=32)
+    for b in range(3):
+        alone = paged_decode(
+            q[b : b + 1], k, v, table[b : b + 1], counts[b : b + 1], int(counts[b]), scale=0.2, split=128, block_n=32
+        )
+        assert torch.equal(alone[0], together[b])
+
+
+def test_half_precision() -> None:
+    q, k, v, table, counts = case([150, 20], 4, 2, 32, torch.float16)
+    expected = paged_decode_ref(q.float(), k.float(), v.float(), table, counts, scale=0.2)
+    found = paged_decode(q, k, v, table, counts, 150, scale=0.2, split=128, block_n=32)
+    assert relative_error(found, expected) < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("window", [None, 4096])
+def test_bfloat16_at_real_sizes(dim: int, window: int | None) -> None:
+    q, k, v, table, counts = case([1, 8191, 70_001], 32, 8, dim, torch.bfloat16, "cuda")
+    expected = paged_decode_ref(q.double(), k.double(), v.double(), table, counts, scale=dim**-0.5, window=window)
+    found = paged_decode(q, k, v, table, counts, 70_001, scale=dim**-0.5, window=window)
+    assert relative_error(found, expected) < 4e-3
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """The last pages of a pool of 2^31 numbers and more."""
+    num_slots = (1 << 31) // (8 * 128) + 4096
+    k = torch.zeros((num_slots, 8, 128), dtype=torch.bfloat16, device="cuda")
+    v = torch.zeros_like(k)
+    k[-2048:].normal_()
+    v[-2048:].normal_()
+    table = torch.arange(num_slots // 64 - 32, num_slots // 64, dtype=torch.int32, device="cuda")[None]
+    q = torch.randn(1, 32, 128, dtype=torch.bfloat16, device="cuda")
+    counts = torch.tensor([2000], dtype=torch.int32, device="cuda")
+    expected = paged_decode_ref(q.float(), k[-2048:].float(), v[-2048:].float(), table - table[0, 0], counts, scale=0.1)
+    found = paged_decode(q, k, v, table, counts, 2000, scale=0.1)
+    assert relative_error(found, expected) < 4e-3
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """||found - expected|| / ||expected||; NaN never passes a comparison with it."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
