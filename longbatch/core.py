@@ -160,13 +160,14 @@ class Prompt:
 
     ids: int32 [T]. scored: half-open range of token positions whose log-probability is wanted (`score`).
     branches: token ids of each label (`classify`), each to be continued from the whole of `ids`.
-    truncated: tokens removed by `--overlong`.
+    truncated: tokens removed by `--overlong`. opens_reasoning: whether the prompt ends inside the model's thinking.
     """
 
     ids: np.ndarray
     scored: tuple[int, int] = (0, 0)
     branches: tuple[np.ndarray, ...] = ()
     truncated: int = 0
+    opens_reasoning: bool = False
 
 
 class RowSize(NamedTuple):

@@ -2,7 +2,8 @@
 
 The driver imports everything once and forks a child for each life of the job. A child opens the run folder,
 publishes what dead lives left, writes what is missing, and merges. It dies by SIGKILL, either from outside
-after a random time, or by its own hand just before or after the n-th file operation.
+after a random time, or by its own hand just before or after the n-th file operation. After each death what
+was flushed must still be there, and results that call themselves complete must be.
 
     python output_crashes.py FOLDER random SEED KILLS
     python output_crashes.py FOLDER points
@@ -10,10 +11,12 @@ after a random time, or by its own hand just before or after the n-th file opera
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import shutil
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -26,11 +29,12 @@ import pyarrow.parquet as pq
 from output_rows import answer_to, make_failure, make_folder, make_request, make_result
 
 from longbatch.core import Request
-from longbatch.output import KeyTable, ResultWriter, RowState, merge, recover, scan
+from longbatch.output import KeyTable, ResultWriter, RowState, RunFolder, merge, recover, scan
 from longbatch.output import rolling as output_rolling
 
 NUM_ROWS = 500
 # What changes the disk, and where a kill may leave things half done.
+FLUSHED = mmap.mmap(-1, 8)  # shared with the children: how many answers are known to be on the disk
 OPERATIONS = ("link", "unlink", "rename", "replace", "fsync", "mkdir", "ftruncate")
 
 
@@ -50,12 +54,45 @@ def live(path: Path, pause: float) -> None:
                 continue
             failed = match.source.row % 11 == 3
             writer.append(make_failure(match.source) if failed else make_result(match.source))
+            if match.source.row % 100 == 99:
+                writer.flush()
+                set_flushed(match.source.row + 1)  # rows are written in order, so all before it are done too
             if pause and match.source.row % 16 == 0:
                 time.sleep(pause)
     merge(folder, KeyTable.of(wanted))
 
 
+def set_flushed(number: int) -> None:
+    FLUSHED[:] = struct.pack("q", number)
+
+
+def start_over(path: Path) -> None:
+    shutil.rmtree(path / "out")
+    set_flushed(0)
+
+
+def check_after_death(path: Path) -> None:
+    """Nothing flushed is lost, at any moment; and complete results are complete."""
+    (flushed,) = struct.unpack("q", FLUSHED[:])
+    if (path / "out" / "run.json").exists():
+        done = scan(RunFolder.open(path / "out"))
+        assert len(done) >= flushed, f"{len(done)} answers, {flushed} were flushed"
+        assert done.damage == ()
+    else:
+        assert flushed == 0
+    if (path / "out" / "_SUCCESS.json").exists():
+        check_results(path)
+
+
 def check(path: Path) -> None:
+    """The job is done: the results are right, and nothing is left lying about."""
+    check_results(path)
+    assert (path / "out" / "_SUCCESS.json").exists()
+    left = [entry.name for entry in (path / "out" / "_work").rglob("*") if entry.is_file()]
+    assert left == ["published.jsonl"], left
+
+
+def check_results(path: Path) -> None:
     """Exactly one row for each input, and the right one."""
     table = pq.read_table(path / "out" / "results", columns=["id", "row", "status", "text"])
     expected = [
@@ -68,9 +105,6 @@ def check(path: Path) -> None:
         for request in requests()
     ]
     assert table.to_pylist() == expected
-    assert (path / "out" / "_SUCCESS.json").exists()
-    left = [entry.name for entry in (path / "out" / "_work").rglob("*") if entry.is_file()]
-    assert left == ["published.jsonl"], left
 
 
 def fork(target: Callable[[], None]) -> int:
@@ -107,14 +141,15 @@ def kill_at_random(path: Path, seed: int, num_kills: int) -> None:
             finished += 1
         else:
             killed += 1
+            check_after_death(path)
         if finished or chance.random() < 0.1:  # start over once the job is done, so that every phase is hit
             assert wait(fork(lambda: live(path, pause=0)))
             check(path)
-            shutil.rmtree(path / "out")
+            start_over(path)
             finished = 0
     assert wait(fork(lambda: live(path, pause=0)))
     check(path)
-    print(f"seed {seed}: {killed} kills")
+    sys.stdout.write(f"seed {seed}: {killed} kills\n")
 
 
 def die_at(number: int, after: bool) -> list[str]:
@@ -153,16 +188,17 @@ def kill_at_every_point(path: Path) -> None:
     killed = 0
     for number in range(1, len(operations) + 1):
         for after in (False, True):
-            shutil.rmtree(path / "out")
+            start_over(path)
 
             def doomed(number: int = number, after: bool = after) -> None:
                 die_at(number, after)
                 live(path, pause=0)
 
             killed += not wait(fork(doomed))
+            check_after_death(path)
             assert wait(fork(lambda: live(path, pause=0)))
             check(path)
-    print(f"{killed} kills at {len(operations)} operations: {sorted(set(operations))}")
+    sys.stdout.write(f"{killed} kills at {len(operations)} operations: {sorted(set(operations))}\n")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,17 @@ GPT_OSS = r"""{%- macro identity() -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
 """
 
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = "
+    "'<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = '' %}{% endif %}{% for message in loop_messages %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + (system_message if loop.first else '') + "
+    "message['content'].strip() + ' [/INST]' }}{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+
 FAMILIES: dict[str, str] = {
+    "llama2": LLAMA2,
     "chatml": CHATML,
     "llama3": LLAMA3,
     "qwen2.5": QWEN25,
@@ -206,6 +216,7 @@ FAMILIES: dict[str, str] = {
 }
 # A control token that the family's template writes.
 CONTROL: dict[str, str] = {
+    "llama2": "</s>",
     "chatml": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "qwen2.5": "<|im_end|>",
@@ -215,7 +226,20 @@ CONTROL: dict[str, str] = {
     "mistral": "[INST]",
     "gpt-oss": "<|end|>",
 }
+# What config.json calls the model and tokenizer_config.json the tokenizer: transformers builds some from it in code.
+CLASSES: dict[str, tuple[str, str]] = {
+    "llama2": ("llama", "LlamaTokenizer"),
+    "chatml": ("llama", "PreTrainedTokenizerFast"),
+    "llama3": ("llama", "PreTrainedTokenizerFast"),
+    "qwen2.5": ("qwen2", "Qwen2Tokenizer"),
+    "qwen3": ("qwen3", "Qwen2Tokenizer"),
+    "gemma3": ("gemma3_text", "GemmaTokenizer"),
+    "phi3": ("phi3", "LlamaTokenizer"),
+    "mistral": ("mistral", "LlamaTokenizer"),
+    "gpt-oss": ("gpt_oss", "PreTrainedTokenizerFast"),
+}
 NAMED: dict[str, dict[str, object]] = {
+    "llama2": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": False},
     "chatml": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "qwen2.5": {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
@@ -231,7 +255,9 @@ def write_folder(folder: Path, family: str, *, template: str | None = "") -> Pat
     """A model folder with tokenizer and template; template: another one, or None for none."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(_tokenizer(family))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED[family]}
+    model_type, tokenizer_class = CLASSES[family]
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    settings = {"tokenizer_class": tokenizer_class, **NAMED[family]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template or FAMILIES[family])
@@ -240,7 +266,7 @@ def write_folder(folder: Path, family: str, *, template: str | None = "") -> Pat
 
 @cache
 def _tokenizer(family: str) -> str:
-    make = {"gemma3": _gemma, "phi3": _phi, "mistral": _mistral}.get(family)
+    make = {"gemma3": _gemma, "phi3": _phi, "llama2": _llama2, "mistral": _mistral}.get(family)
     return (make() if make else _byte_level(family)).to_str()
 
 
@@ -258,7 +284,8 @@ def _byte_level(family: str) -> Tokenizer:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     else:
-        split = pre_tokenizers.Split(Regex(GPT4_SPLIT), behavior="isolated")
+        pattern = GPT4_SPLIT.replace("{1,3}", "") if family.startswith("qwen") else GPT4_SPLIT
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
@@ -311,11 +338,12 @@ def _fallback_decoder(*more: decoders.Decoder) -> decoders.Decoder:
 
 
 def _gemma() -> Tokenizer:
-    tokenizer = _sentence_piece(["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"])
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>"]
+    tokenizer = _sentence_piece(specials)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = _fallback_decoder()
-    tokenizer.add_special_tokens(_special("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"))
+    tokenizer.add_special_tokens(_special(*specials))
     # Runs of white space are added tokens of Gemma's, though ordinary text.
     tokenizer.add_tokens([AddedToken(run, normalized=False) for run in ("\n", "\n\n", "\n\n\n", "▁▁", "▁▁▁")])
     bos = ("<bos>", tokenizer.token_to_id("<bos>"))
@@ -331,6 +359,19 @@ def _phi() -> Tokenizer:
     tokenizer.decoder = _fallback_decoder(decoders.Strip(" ", 1, 0))
     tokenizer.add_special_tokens(_special("<unk>", "<s>", "<|endoftext|>"))
     tokenizer.add_special_tokens(_special("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", rstrip=True))
+    return tokenizer
+
+
+def _llama2() -> Tokenizer:
+    """As its file comes: the normalizer puts a space after every special token, which transformers overrules."""
+    tokenizer = _sentence_piece(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = _fallback_decoder(decoders.Strip(" ", 1, 0))
+    tokenizer.add_special_tokens(_special("<unk>", "<s>", "</s>"))
+    bos = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B:1", special_tokens=[bos]
+    )
     return tokenizer
 
 

@@ -13,7 +13,7 @@ from longbatch.models.rope import RopeValues
 def forward(decoder: Decoder, ids: Tensor, tile: int | None = None) -> Tensor:
     """Logits [T, vocab] of one sequence. tile: drive q, kv and mlp in tiles of so many tokens, else all at once."""
     num_tokens = len(ids)
-    positions = torch.arange(num_tokens)
+    positions = torch.arange(num_tokens, device=decoder.device)
     lengths = torch.full_like(positions, num_tokens)
     ropes = [rope.cos_sin(positions, lengths) for rope in decoder.ropes]
     x = decoder.embed(ids)
@@ -48,7 +48,7 @@ def attention(layer: Layer, q: Tensor, k: Tensor, v: Tensor, start: int = 0) -> 
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    distance = torch.arange(start, start + len(q))[:, None] - torch.arange(len(k))
+    distance = torch.arange(start, start + len(q), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
     hidden = (distance < 0) | (distance >= (spec.window or len(k)))
     scores = scores.masked_fill(hidden, -torch.inf)
     if layer.sinks is not None:

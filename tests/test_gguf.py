@@ -46,16 +46,17 @@ def ids_of_transformers(path: Path, text: str, tokenizers: dict[Path, Any]) -> l
     return ids
 
 
-@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+@pytest.mark.parametrize("model", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_logits_equal_transformers_own_loading(model: str, request: pytest.FixtureRequest) -> None:
     path, folder = request.getfixturevalue(f"{model}_gguf"), request.getfixturevalue(f"{model}_dir")
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(" ".join(CORPUS)).ids[:200]])
+    ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(" ".join(CORPUS)).ids[:100]])
     with torch.inference_mode():
         assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
+@pytest.mark.slow
 def test_gemma_ids_equal_transformers(gemma3_gguf: Path, gemma3_dir: Path) -> None:
     ours = Tokenizer.from_file(str(gemma3_dir / "tokenizer.json"))
     tokenizers: dict[Path, Any] = {}

@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -16,10 +17,13 @@ import numpy as np
 import pytest
 import tiny_models
 
-from longbatch.errors import UsageError
+import longbatch.models.gguf
+from longbatch.errors import DiskError, LongbatchError, UsageError
 from longbatch.models.gguf import convert
 from longbatch.models.gguf.reader import GgufError, GgufFile
+from longbatch.models.gguf.worker import NoSpace
 from longbatch.models.gguf.worker import convert as convert_here
+from longbatch.sandbox import SandboxCrash, SandboxError, SandboxMemory, SandboxRaised, SandboxTimeout
 
 Change = Callable[[gguf.GGUFWriter, dict[str, gguf_files.Array]], None]
 
@@ -166,6 +170,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "200 token types for 303 tokens",
     ),
     "no-tokens": (remove_key("tokenizer.ggml.tokens"), r"tokenizer\.ggml\.tokens is missing"),
+    "long-token": (set_key("tokenizer.ggml.tokens", ["x" * 100_000]), "holds a token of more than 1024 characters"),
     "merges": (set_key("tokenizer.ggml.merges", ["a z"]), "merges name tokens that its vocabulary does not hold"),
     "end-token": (set_key("tokenizer.ggml.eos_token_id", 5000), "eos_token_id names token 5000 of 200"),
 }
@@ -183,6 +188,40 @@ def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     refused(tmp_path / "model.gguf", "is not a file")
     with pytest.raises(GgufError, match="not a regular file"):
         GgufFile.open(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (SandboxRaised("NoSpace", "the disk filled up"), DiskError, "was not converted: the disk filled up"),
+        (SandboxRaised("KeyError", "'x'"), UsageError, "cannot be converted: KeyError: 'x'"),
+        (
+            SandboxTimeout("stopped after its limit of 60 s"),
+            UsageError,
+            "its conversion stopped after its limit of 60 s",
+        ),
+        (SandboxMemory("needs more than its limit"), UsageError, "its conversion needs more than its limit"),
+        (SandboxCrash("was ended by SIGSEGV"), UsageError, "the process reading it was ended by SIGSEGV"),
+    ],
+)
+def test_failures_of_the_child(
+    failure: SandboxError, kind: type[LongbatchError], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_limited(*args: Any, **kwargs: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(longbatch.models.gguf, "run_limited", run_limited)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(kind, match=message):
+        convert(tmp_path / "model.gguf", tmp_path / "model")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_disk_too_small(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").write_bytes(whole)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=4096))
+    with pytest.raises(NoSpace, match=r"takes 0\.\d GB and 0\.0 GB are free"):
+        convert_here(str(tmp_path / "model.gguf"), str(tmp_path), "float32")
 
 
 def test_every_truncation_is_refused(whole: bytes, tmp_path: Path) -> None:

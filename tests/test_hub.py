@@ -3,6 +3,7 @@ package reads its settings when it is imported)."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from longbatch.errors import DiskError
+from longbatch.models import hub as hub_module
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -226,6 +230,18 @@ def test_unreachable_hub(tmp_path: Path, root: Path) -> None:
 def test_offline_setting(hub: Hub, tmp_path: Path, root: Path) -> None:
     answer = call("hub.pull('org/model')", hub.url, tmp_path, root, HF_HUB_OFFLINE="1")
     assert answer["hint"] == "unset HF_HUB_OFFLINE"
+
+
+def test_folder_that_cannot_be_written(hub: Hub, tmp_path: Path, root: Path) -> None:
+    (tmp_path / "file").touch()
+    answer = call(f"hub.pull('org/model', folder=Path({str(tmp_path / 'file')!r}))", hub.url, tmp_path, root)
+    assert answer == {"error": "UsageError", "message": f"{tmp_path / 'file'} is a file", "hint": "name a folder"}
+
+
+def test_full_disk() -> None:
+    error = hub_module._explained(OSError(errno.ENOSPC, "No space left on device"), "org/model", "main")
+    assert isinstance(error, DiskError)
+    assert error.message == "org/model was not fetched: No space left on device"
 
 
 def test_resolve_refusals(hub: Hub, tmp_path: Path, root: Path) -> None:

@@ -231,7 +231,7 @@ def test_negative_and_huge_max_tokens(tmp_path: Path, value: float) -> None:
         ("top_k", -2, "invalid_value"),
         ("min_p", 2, "invalid_value"),
         ("repetition_penalty", 0, "invalid_value"),
-        ("seed", 2**64, "invalid_type"),
+        ("seed", 2**64, "invalid_value"),
         ("stop", 7, "invalid_type"),
         ("logprobs", 21, "invalid_value"),
         ("n", 0, "invalid_value"),
@@ -242,8 +242,7 @@ def test_negative_and_huge_max_tokens(tmp_path: Path, value: float) -> None:
     ],
 )
 def test_sampling_values(tmp_path: Path, name: str, value: Any, kind: str) -> None:
-    found, field = one_fault(tmp_path, {"prompt": "x", name: value})
-    assert (found, field) in ((kind, name), ("invalid_value", name))
+    assert one_fault(tmp_path, {"prompt": "x", name: value}) == (kind, name)
 
 
 def test_empty_stop_string(tmp_path: Path) -> None:
@@ -357,8 +356,8 @@ def test_near_miss_names_are_warned_of_once_with_their_count(tmp_path: Path) -> 
     for _ in range(2):  # a second pass does not count twice
         report = validate(manifest)
         assert report.warnings == [
-            "column `max_token` is not read; did you mean `max_tokens`? (3 rows)",
             "column `Temperature` is not read; did you mean `temperature`? (3 rows)",
+            "column `max_token` is not read; did you mean `max_tokens`? (3 rows)",
             "column `top-p` is not read; did you mean `top_p`? (3 rows)",
         ]
 

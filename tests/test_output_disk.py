@@ -41,12 +41,17 @@ def test_a_disk_that_fills_stops_the_run_and_loses_nothing(small_disk: Path) -> 
     writer = ResultWriter(folder, "w0", reserve_bytes=256 << 10)
     ballast = fill(small_disk, left=128 << 10)
     finished = 0
-    with pytest.raises(DiskError, match="No space left on device") as caught:
+
+    def run() -> None:
+        nonlocal finished
         for row in range(5000):
             finished += 1
             writer.append(make_result(make_request(row)))
             if row % 20 == 0:
                 writer.flush()
+
+    with pytest.raises(DiskError, match="No space left on device") as caught:
+        run()
     assert caught.value.exit_code == ExitCode.DISK
     assert "free some space" in str(caught.value.hint)
     writer.close(publish=False)  # what the reserve is for
@@ -54,8 +59,8 @@ def test_a_disk_that_fills_stops_the_run_and_loses_nothing(small_disk: Path) -> 
     wanted = [make_request(row) for row in range(finished)]
     assert [match.state for match in done.match(wanted)] == [RowState.OK] * finished
 
+    ballast = fill(small_disk, left=0)
     with pytest.raises(DiskError, match="No space left"):  # no room for a part beside the journal yet
-        fill(small_disk, left=0)
         recover(folder)
     assert len(scan(folder)) == finished
     ballast.unlink()
@@ -70,10 +75,14 @@ def test_without_a_reserve_results_wait_in_memory_until_there_is_space(small_dis
     writer.append(make_result(make_request(0)))
     writer.flush()
     ballast = fill(small_disk, left=0)
-    with pytest.raises(DiskError, match="No space left"):
+
+    def run() -> None:
         for row in range(1, 200):
             writer.append(make_result(make_request(row), text="x" * 10_000))
             writer.flush()
+
+    with pytest.raises(DiskError, match="No space left"):
+        run()
     with pytest.raises(DiskError, match="No space left"):
         writer.flush()
     with pytest.raises(DiskError, match="No space left"):
@@ -88,7 +97,7 @@ def test_without_a_reserve_results_wait_in_memory_until_there_is_space(small_dis
 
 def test_a_reserve_that_does_not_fit_is_refused_before_any_work(small_disk: Path) -> None:
     folder = make_folder(small_disk)
-    with pytest.raises(DiskError, match="cannot reserve 64 MiB in .*No space left"):
+    with pytest.raises(DiskError, match=r"cannot reserve 64 MiB in .*No space left"):
         ResultWriter(folder, "w0")
     assert list(folder.worker("w0").iterdir()) == []
 
@@ -100,7 +109,7 @@ def test_a_merge_without_space_leaves_the_old_results(small_disk: Path) -> None:
         writer.append(*(make_result(request) for request in requests))
     merge(folder, KeyTable.of(requests[:10]))
     ballast = fill(small_disk, left=0)
-    with pytest.raises(DiskError, match="cannot merge into .*No space left"):
+    with pytest.raises(DiskError, match=r"cannot merge into .*No space left"):
         merge(folder, KeyTable.of(requests))
     assert len(pq.read_table(folder.results)) == 10
     assert [path.name for path in folder.work.iterdir()] == ["w0"]
@@ -114,6 +123,6 @@ def test_an_export_without_space_leaves_no_file(small_disk: Path) -> None:
         writer.append(make_result(make_request(0)))
     merge(folder, 1)
     fill(small_disk, left=0)
-    with pytest.raises(DiskError, match="cannot export to .*No space left"):
+    with pytest.raises(DiskError, match=r"cannot export to .*No space left"):
         export(folder, "jsonl", small_disk / "rows.jsonl")
     assert not list(small_disk.glob("*rows.jsonl*"))

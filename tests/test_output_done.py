@@ -105,6 +105,21 @@ def test_the_key_table_holds_the_manifest_in_order() -> None:
     assert len(KeyTable.of([])) == 0
 
 
+def test_a_saved_key_table_comes_back_or_is_not_used(tmp_path: Path) -> None:
+    table = KeyTable.of([make_request(row) for row in range(1000)])
+    path = tmp_path / "keys.npz"
+    assert KeyTable.load(path) is None
+    table.save(path)
+    loaded = KeyTable.load(path)
+    assert loaded is not None
+    assert loaded.digest() == table.digest()
+    content = path.read_bytes()
+    for damaged in (b"", content[:500], content[:-100], content[:2000] + b"\xff" + content[2001:]):
+        path.write_bytes(damaged)
+        assert KeyTable.load(path) is None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["keys.npz"]
+
+
 @pytest.mark.parametrize("kept", [0, 4, 100, -1], ids=["nothing", "magic", "pages", "all but one byte"])
 def test_a_part_cut_short_is_reported_and_its_rows_run_again(tmp_path: Path, kept: int) -> None:
     folder = make_folder(tmp_path)

@@ -151,7 +151,7 @@ def test_a_flipped_bit_in_any_place_of_a_part_is_found_and_its_rows_run_again(tm
         flipped = bytearray(content)
         flipped[place] ^= 1 << place % 8
         part.write_bytes(flipped)
-        with pytest.raises(InterruptedRun, match="20 rows have no result yet\ndamaged and set aside: .*part-w1-1-0"):
+        with pytest.raises(InterruptedRun, match=r"20 rows have no result yet\ndamaged and set aside: .*part-w1-1-0"):
             merge(folder, KeyTable.of(requests))
         assert not part.exists()
         assert len(scan(folder)) == 20

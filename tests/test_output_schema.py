@@ -17,10 +17,27 @@ from output_rows import make_failure, make_folder, make_request, make_result
 from longbatch.core import Result, Timing, TokenLogprob, Usage
 from longbatch.output import KeyTable, Placement, ResultWriter, merge, result_files, result_schema
 
-RESULT_COLUMNS = (
-    "id row sample status text reasoning label embedding logprobs finish_reason error usage timing attention "
-    "placement media attempt run_id config_hash"
-).split()
+RESULT_COLUMNS = [
+    "id",
+    "row",
+    "sample",
+    "status",
+    "text",
+    "reasoning",
+    "label",
+    "embedding",
+    "logprobs",
+    "finish_reason",
+    "error",
+    "usage",
+    "timing",
+    "attention",
+    "placement",
+    "media",
+    "attempt",
+    "run_id",
+    "config_hash",
+]
 
 
 def merged(tmp_path: Path, *results: Result, carried: pa.Schema | None = None) -> pa.Table:

@@ -61,6 +61,10 @@ def test_a_long_row_is_a_wave_alone() -> None:
     assert [[row.prompt for row in wave.rows] for wave in plan.waves] == [[3000], [1001], [1000], [10, 10]]
 
 
+def test_a_wave_may_be_exactly_full() -> None:
+    assert [wave.tokens for wave in plan_of(sizes(400, 300, 300, 1)).waves] == [1000, 1]
+
+
 def test_branches_count() -> None:
     rows = [RowSize(row, 0, 400, 0, branch_tokens=200) for row in range(2)]
     plan = plan_of(rows)

@@ -94,6 +94,7 @@ def test_rows_decide_where_all_tokens_are_read() -> None:
     progress.start()
     clock.now += 10
     progress.update(5, 0, 1000, 400)
+    assert " 5/10 99.9% " in progress.line()
     assert progress.line().endswith("decode 40 tok/s ETA 10s")
 
 

@@ -142,6 +142,19 @@ def test_truncate_middle(folder: Path, num_removed: int) -> None:
     assert size_of(builder, request(LONG * 10)).prompt == len(ids)
 
 
+@pytest.mark.parametrize("overlong", ["truncate-middle", "truncate-left"])
+@pytest.mark.parametrize("num_removed", range(1, 9))
+def test_cuts_fall_between_characters(chatml: Path, overlong: str, num_removed: int) -> None:
+    words = "🎉一é" * 20
+    whole = PromptBuilder(chatml, 4096).build(raw(words))
+    builder = PromptBuilder(chatml, len(whole.ids) + 8 - num_removed, overlong=overlong)
+    prompt = builder.build(raw(words))
+    text = builder.tokenizer.decode(prompt.ids.tolist())
+    assert "\ufffd" not in text
+    assert set(text) == set(words)
+    assert num_removed <= prompt.truncated <= num_removed + 6
+
+
 @pytest.mark.parametrize("num_removed", [1, 5, 40])
 def test_truncate_left(folder: Path, num_removed: int) -> None:
     whole = PromptBuilder(folder, 4096).build(request(LONG * 10)).ids.tolist()
@@ -163,6 +176,19 @@ def test_only_the_longest_text_is_cut(chatml: Path) -> None:
     assert "Be brief. " * 5 in text
     assert "The quick brown" in text
     assert text.rstrip().endswith("assistant")
+
+
+def test_a_text_that_the_template_rewrites_is_not_cut(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "qwen3")
+    turns = (
+        Message("user", (LONG * 5,)),
+        Message("assistant", ("<think>" + "x y z " * 200 + "</think>fine",)),
+        Message("user", ("Why?",)),
+    )
+    builder = PromptBuilder(folder, 100, overlong="truncate-middle")
+    prompt = builder.build(request(messages=turns))
+    assert prompt.truncated > 0
+    assert "fine" in builder.tokenizer.decode(prompt.ids.tolist())
 
 
 def test_a_text_that_cannot_give_up_enough(chatml: Path) -> None:

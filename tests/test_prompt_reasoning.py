@@ -70,4 +70,4 @@ def test_a_template_that_opens_the_thinking_is_noticed(tmp_path: Path) -> None:
     for template, opens in ((QWEN3, False), (opening, True)):
         folder = write_folder(tmp_path / str(opens), "qwen3", template=template)
         builder = PromptBuilder(folder, 4096)
-        assert builder.opens_reasoning(builder.build(row)) is opens
+        assert builder.build(row).opens_reasoning is opens

@@ -61,6 +61,12 @@ def test_damaged_settings(tmp_path: Path, content: str) -> None:
         ChatTemplate.load(tmp_path)
 
 
+def test_a_template_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ x }}")
+    with pytest.raises(UsageError, match="UTF-8"):
+        ChatTemplate.load(tmp_path)
+
+
 def test_deep_nesting_is_refused_and_does_not_crash() -> None:
     with pytest.raises(UsageError):
         ChatTemplate("{{ " + "(" * 5000 + ")" * 5000 + " }}")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longbatch.attention.state import explicit
+from longbatch.attention.state import explicit, with_sinks
 from longbatch.cache import KVCache
 
 
@@ -56,7 +56,7 @@ def decode_attention(
     for b, (table, length) in enumerate(zip(step.tables, step.lengths, strict=True)):
         k, v = cache.read(layer, table, max(0, length - window) if window else 0, length)
         if softcap is not None:
-            out[b] = explicit(q[b : b + 1], k, v, None, scale=scale, softcap=softcap).out[0]
+            out[b] = with_sinks(explicit(q[b : b + 1], k, v, None, scale=scale, softcap=softcap), sinks)[0]
         else:
             _attend_one(q[b], k, v, scale, sinks, out[b])
     return out

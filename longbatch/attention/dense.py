@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from longbatch.attention.state import State, explicit, masked, merge, partial
+from longbatch.attention.state import State, explicit, masked, merge, partial, with_sinks
 from longbatch.attention.step import Extent, Piece
 
 # Gives K and V [n, kv_heads, head_dim] of positions start..stop-1 of an extent, for the layer at hand.
@@ -30,7 +30,7 @@ def attend(
     window: keys each query sees, itself included. sinks: logits [H] that join each softmax's denominator.
     """
     if softcap is None and (window is None or piece.stop <= window):
-        return _with_sinks(_causal(q, piece, read, scale), sinks)
+        return with_sinks(_causal(q, piece, read, scale), sinks)
     rows = piece.stop - piece.start if window is None else min(max(256, window), 1024)
     outs = []
     for start in range(piece.start, piece.stop, rows):
@@ -43,7 +43,7 @@ def attend(
             state = masked(part, k, v, bias, scale=scale)
         else:
             state = explicit(part, k, v, bias, scale=scale, softcap=softcap)
-        outs.append(_with_sinks(state, sinks))
+        outs.append(with_sinks(state, sinks))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -79,11 +79,3 @@ def _band(rows: int, keys: int, window: int, dtype: torch.dtype, device: torch.d
     distance = torch.arange(keys - rows, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
     bias = torch.zeros((rows, keys), dtype=dtype, device=device)
     return bias.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
-
-
-def _with_sinks(state: State, sinks: Tensor | None) -> Tensor:
-    """A sink adds exp(sink) to the denominator: out * exp(lse) / (exp(lse) + exp(sink))."""
-    if sinks is None:
-        return state.out
-    weight = torch.sigmoid(state.lse - sinks.float()[:, None]).transpose(0, 1)[..., None]
-    return (state.out * weight).to(state.out.dtype)

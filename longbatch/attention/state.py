@@ -95,6 +95,17 @@ def merge(states: list[State]) -> State:
     return State(total.to(states[0].out.dtype), lse)
 
 
+def with_sinks(state: State, sinks: Tensor | None) -> Tensor:
+    """The output when logits [H] join each softmax, or as it is without them.
+
+    A sink adds exp(sink) to the denominator: out * exp(lse) / (exp(lse) + exp(sink)).
+    """
+    if sinks is None:
+        return state.out
+    weight = torch.sigmoid(state.lse - sinks.float()[:, None]).transpose(0, 1)[..., None]
+    return (state.out * weight).to(state.out.dtype)
+
+
 def _batched(x: Tensor) -> Tensor:
     """[T, H, D] as the [1, H, T, D] that torch's kernels take, without a copy."""
     return x.transpose(0, 1).unsqueeze(0)

@@ -14,6 +14,7 @@ from longbatch.errors import UsageError
 
 BENCHES = {
     "job": "longbatch.bench.job",
+    "manifest": "longbatch.bench.scale",
 }
 
 __all__ = ["BENCHES", "Measurement", "find"]

@@ -1,16 +1,16 @@
-"""`longbatch bench job`: a whole job, from manifest to Parquet, beside transformers answering the same rows.
+"""`longbatch bench job`: a whole job through the real command, beside transformers answering the same rows.
 
-64 rows of 100 to 6,000 tokens (log-uniform), 32 tokens each, greedy, float32, the small default model, on the
-device that `longbatch run` would take. The rival is `generate` of transformers with the rows sorted by length, in
-batches of 1, 4 and 16; its fastest counts. Its time leaves out loading the model; longbatch's time is that of the
-whole command's work, loading, reading and writing included. Answers are checked against those of batch 1.
+64 rows of 100 to 6,000 tokens (log-uniform), 64 new tokens each, greedy, float32, the small default model, on the
+CPU; with a GPU the job of `job_gpu` takes its place. The rival is transformers' `generate` in batches of 1, 4 and 16,
+rows sorted by length and padded on the left, with as many threads; its fastest counts. Neither time holds loading
+the model; that of longbatch holds reading rows, tokenizing and writing results. Answers are compared token by token
+with those of batch 1.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,213 +18,171 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longbatch import device
+from longbatch.bench.process import CommandRun, in_child, run_command, say, write_manifest
 from longbatch.bench.report import Measurement
-from longbatch.config import Settings
-from longbatch.device import detect
+from longbatch.bench.texts import Prose
 from longbatch.errors import UsageError
 
-NUM_ROWS = 64
-SHORTEST, LONGEST = 100, 6000
-MAX_TOKENS = 32
-BATCH_SIZES = (1, 4, 16)
 SEED = 20
-WORDS = [
-    "river",
-    "stone",
-    "harbour",
-    "winter",
-    "letter",
-    "garden",
-    "engine",
-    "market",
-    "teacher",
-    "silver",
-    "mountain",
-    "answer",
-    "village",
-    "candle",
-    "bridge",
-    "doctor",
-    "window",
-    "summer",
-    "journey",
-    "captain",
-    "forest",
-    "number",
-    "picture",
-    "station",
-    "island",
-    "question",
-    "morning",
-    "shadow",
-    "music",
-    "paper",
-    "slowly",
-    "quietly",
-    "always",
-    "never",
-    "under",
-    "above",
-    "between",
-    "through",
-    "carried",
-    "opened",
-    "found",
-    "wrote",
-    "remembered",
-    "followed",
-    "watched",
-    "the",
-    "a",
-    "an",
-    "of",
-    "in",
-    "and",
-    "that",
-    "with",
-    "for",
-    "was",
-    "had",
-    "were",
-    "they",
-    "she",
-    "he",
-    "it",
-    "from",
-    "by",
-    "on",
-    "at",
-]
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One way of answering all rows. texts: by row. tokens: prompt tokens and generated ones."""
+class Sizes:
+    """How large the job is; lengths in tokens of the whole chat prompt."""
+
+    num_rows: int = 64
+    shortest: int = 100
+    longest: int = 6000
+    max_tokens: int = 64
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One way of answering all rows. tokens: the answers, by row. num_tokens: read and generated."""
 
     seconds: float
-    texts: list[str]
-    tokens: int
+    tokens: list[list[int]]
+    num_tokens: int
 
     @property
     def rate(self) -> float:
-        """Tokens per second, read and written."""
-        return self.tokens / self.seconds
+        """Tokens per second, read and generated."""
+        return self.num_tokens / self.seconds
 
 
-def measure(
-    num_rows: int = NUM_ROWS, longest: int = LONGEST, batch_sizes: Sequence[int] = BATCH_SIZES
-) -> list[Measurement]:
-    """Run longbatch and the rival. Raises UsageError where transformers is missing."""
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        raise UsageError("the rival, transformers, is not installed", hint="pip install 'longbatch[hub]'") from None
-    import torch
+def measure(sizes: Sizes | None = None) -> list[Measurement]:
+    """Run longbatch and the rival; `sizes` given: always on the CPU. Raises UsageError where transformers is
+    missing."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError("the rival, transformers, is not installed", hint="pip install 'longbatch[hub]'")
+    if sizes is None and device.gpu_infos():
+        from longbatch.bench import job_gpu
 
+        return job_gpu.measure()
     from longbatch.models.bundled import sample_weights
 
-    model_dir = sample_weights(_say)
-    info = detect("auto")[0]
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
-    prompts = make_prompts(lambda text: len(tokenizer(text).input_ids), num_rows, longest)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).to(info.torch_name)
-    rivals = {}
-    for size in batch_sizes:
-        _say(f"transformers, batches of {size}")
-        rivals[size] = run_rival(model, tokenizer, prompts, size)
-    del model
-    _say("longbatch")
-    ours = run_longbatch(model_dir, info.torch_name, prompts)
-    return compare(ours, rivals)
+    sizes = sizes or Sizes()
+    model_dir, threads = sample_weights(say), device.usable_cores()
+    prompts = in_child(make_prompts, model_dir, sizes)
+    rivals = in_child(run_rival, model_dir, prompts, sizes, threads)
+    say("longbatch")
+    command = run_longbatch(model_dir, prompts, sizes, threads)
+    return compare(command, rivals)
 
 
-def make_prompts(count_tokens: Callable[[str], int], num_rows: int, longest: int) -> list[str]:
-    """Prompts of made-up sentences whose lengths are log-uniform between SHORTEST and `longest` tokens."""
-    chance = random.Random(SEED)
+def make_prompts(model_dir: Path, sizes: Sizes) -> list[str]:
+    """Prompts whose lengths are evenly spread between the shortest and the longest on a logarithmic scale."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir)
+    instruction = "Say in a few sentences what this text is about.\n\n"
+
+    def count_tokens(text: str) -> int:
+        return len(tokenizer(_chat_text(tokenizer, instruction + text)).input_ids)
+
+    prose, growth = Prose(SEED), sizes.longest / sizes.shortest
     prompts = []
-    for row in range(num_rows):
-        wanted = SHORTEST * (longest / SHORTEST) ** (row / max(num_rows - 1, 1))
-        text = "Continue this story."
-        while (length := count_tokens(text)) < wanted - 40:  # the chat template adds about 30
-            num_sentences = max(1, int((wanted - 40 - length) / 16))
-            text += "".join(_sentence(chance) for _ in range(num_sentences))
-        prompts.append(text)
-    chance.shuffle(prompts)
+    for row in range(sizes.num_rows):
+        wanted = int(sizes.shortest * growth ** (row / max(sizes.num_rows - 1, 1)))
+        prompts.append(instruction + prose.tokens(wanted, count_tokens))
+    random.Random(SEED).shuffle(prompts)
     return prompts
 
 
-def run_rival(model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int) -> Timed:
-    """`generate` over the prompts, longest first, in batches padded on the left."""
+def run_rival(model_dir: Path, prompts: Sequence[str], sizes: Sizes, threads: int) -> dict[int, Answers]:
+    """`generate` over the prompts, longest first, by batch size."""
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def answer(rows: Sequence[int]) -> tuple[list[str], int]:
-        chats = [[{"role": "user", "content": prompts[row]}] for row in rows]
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
+    torch.set_num_threads(threads)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    eos = model.generation_config.eos_token_id
+    eos_ids = set(eos) if isinstance(eos, list) else {eos}
+
+    def answer(texts: list[str]) -> tuple[list[list[int]], int]:
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         with torch.inference_mode():
-            ids = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
-        new = ids[:, inputs.input_ids.shape[1] :]
-        written = int((new != tokenizer.pad_token_id).sum())
-        return tokenizer.batch_decode(new, skip_special_tokens=True), int(inputs.attention_mask.sum()) + written
+            ids = model.generate(**inputs, max_new_tokens=sizes.max_tokens, do_sample=False)
+        answers = [_until_eos(row, eos_ids) for row in ids[:, inputs.input_ids.shape[1] :].tolist()]
+        return answers, int(inputs.attention_mask.sum()) + sum(map(len, answers))
 
-    order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
-    answer(order[-1:])  # warm up on the shortest
-    answers, tokens = [""] * len(prompts), 0
-    start = time.monotonic()
-    for first in range(0, len(order), batch_size):
-        rows = order[first : first + batch_size]
-        texts, num_tokens = answer(rows)
-        tokens += num_tokens
-        for row, text in zip(rows, texts, strict=True):
-            answers[row] = text
-    return Timed(time.monotonic() - start, answers, tokens)
+    texts = [_chat_text(tokenizer, prompt) for prompt in prompts]
+    lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    order = sorted(range(len(texts)), key=lambda row: -lengths[row])
+    answer([texts[order[-1]]])  # warm up on the shortest
+    found = {}
+    for size in sizes.batch_sizes:
+        say(f"transformers, batches of {size}")
+        found[size] = _timed(answer, texts, order, size)
+    return found
 
 
-def run_longbatch(model_dir: Path, device_name: str, prompts: Sequence[str]) -> Timed:
-    """The job through `longbatch.run`, manifest to merged Parquet."""
-    import pyarrow.parquet as pq
-
-    from longbatch.run import execute
-
+def run_longbatch(model_dir: Path, prompts: Sequence[str], sizes: Sizes, threads: int) -> CommandRun:
+    """The job through the command, manifest to merged Parquet. It is asked for log-probabilities, because they come
+    with the ids of the tokens generated."""
+    flags = ["--model", str(model_dir), "--gpus", "0", "--dtype", "float32", "--threads", str(threads)]
+    flags += ["--max-tokens", str(sizes.max_tokens)]
     with tempfile.TemporaryDirectory(prefix="longbatch-bench-") as folder:
-        manifest, out = Path(folder, "manifest.jsonl"), Path(folder, "out")
-        manifest.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        settings = Settings(
-            model=str(model_dir),
-            out=out,
-            dtype="float32",
-            gpus="0" if device_name == "cpu" else "1",
-            max_tokens=MAX_TOKENS,
-            quiet=True,
-        )
-        start = time.monotonic()
-        execute(settings, [str(manifest)])
-        seconds = time.monotonic() - start
-        table = pq.read_table(out / "results", columns=["text", "usage"]).to_pylist()
-    tokens = sum(row["usage"]["prompt_tokens"] + row["usage"]["completion_tokens"] for row in table)
-    return Timed(seconds, [row["text"] or "" for row in table], tokens)
+        manifest = Path(folder, "manifest.jsonl")
+        write_manifest([{"prompt": prompt, "logprobs": 0} for prompt in prompts], manifest)
+        return run_command(manifest, Path(folder, "out"), flags, ["logprobs"])
 
 
-def compare(ours: Timed, rivals: dict[int, Timed]) -> list[Measurement]:
+def compare(command: CommandRun, rivals: dict[int, Answers]) -> list[Measurement]:
     """The table: every batch size, then longbatch against the fastest of them."""
-    reference = rivals[min(rivals)].texts
-    rows = [
-        Measurement(f"transformers, batch {size}", "throughput", timed.rate, "tokens/s", None, None, True)
-        for size, timed in rivals.items()
-    ]
+    reference = rivals[min(rivals)].tokens
+    num_rows = len(reference)
+
+    def equal(tokens: list[list[int]]) -> int:
+        return sum(answer == other for answer, other in zip(tokens, reference, strict=True))
+
     fastest = max(rivals, key=lambda size: rivals[size].rate)
-    equal = sum(text == other for text, other in zip(ours.texts, reference, strict=True))
-    checked = equal == len(reference)
-    against, ratio = f"transformers, batch {fastest}", ours.rate / rivals[fastest].rate
-    rows.append(Measurement("longbatch", "throughput", ours.rate, "tokens/s", against, ratio, checked))
-    rows.append(Measurement("longbatch", "equal answers", equal, "rows", against, equal / len(reference), checked))
-    return rows
+    rows = []
+    for size, answers in rivals.items():
+        checked = equal(answers.tokens) == num_rows
+        rows.append(
+            Measurement(f"transformers, batch {size}", "throughput", answers.rate, "tokens/s", None, None, checked)
+        )
+    tokens = [[entry["token"] for entry in row["logprobs"] or []] for row in command.results]
+    num_equal = equal(tokens)
+    against, best, checked = f"transformers, batch {fastest}", rivals[fastest].rate, num_equal == num_rows
+    rate = command.tokens / command.work["seconds"]
+    whole = command.tokens / command.total_seconds
+    case = "longbatch"
+    return [
+        *rows,
+        Measurement(case, "throughput", rate, "tokens/s", against, rate / best, checked),
+        Measurement(case, "throughput, whole command", whole, "tokens/s", against, whole / best, checked),
+        Measurement(case, "rows equal", num_equal, "rows", "transformers, batch 1", num_equal / num_rows, checked),
+        Measurement(case, "start-up", command.startup_seconds, "s", None, None, checked),
+    ]
 
 
-def _sentence(chance: random.Random) -> str:
-    words = [chance.choice(WORDS) for _ in range(chance.randint(8, 18))]
-    return f" {words[0].capitalize()} {' '.join(words[1:])}."
+def _timed(
+    answer: Callable[[list[str]], tuple[list[list[int]], int]], texts: Sequence[str], order: Sequence[int], size: int
+) -> Answers:
+    tokens: list[list[int]] = [[] for _ in texts]
+    num_tokens, start = 0, time.monotonic()
+    for first in range(0, len(order), size):
+        rows = order[first : first + size]
+        answers, count = answer([texts[row] for row in rows])
+        num_tokens += count
+        for row, ids in zip(rows, answers, strict=True):
+            tokens[row] = ids
+    return Answers(time.monotonic() - start, tokens, num_tokens)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _chat_text(tokenizer: Any, prompt: str) -> str:
+    chat = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def _until_eos(ids: list[int], eos_ids: set[int]) -> list[int]:
+    """The answer without the padding that follows its end token."""
+    for at, token in enumerate(ids):
+        if token in eos_ids:
+            return ids[: at + 1]
+    return ids

@@ -13,6 +13,7 @@ from typing import Any
 
 from longbatch import device
 from longbatch.errors import DiskError
+from longbatch.report.console import plain_table, standard_output
 
 VERSIONS = ("torch", "triton", "transformers", "tokenizers", "numpy")
 
@@ -34,17 +35,12 @@ class Measurement:
 
 def print_table(measurements: Sequence[Measurement]) -> None:
     """Print the measurements on standard output."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2), header_style="bold")
-    for name in ("case", "metric", "value", "unit", "against", "ratio", "checked"):
-        table.add_column(name, justify="right" if name in {"value", "ratio"} else "left", no_wrap=True)
+    table = plain_table("case", "metric", ">value", "unit", "against", ">ratio", "checked")
     for row in measurements:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         checked = "yes" if row.checked else "NO"
         table.add_row(row.case, row.metric, f"{row.value:,.4g}", row.unit, row.against or "", ratio, checked)
-    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+    standard_output().print(table)
 
 
 def write_json(name: str, measurements: Sequence[Measurement], path: Path) -> None:

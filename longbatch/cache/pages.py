@@ -50,11 +50,17 @@ class PagePool:
         return pages
 
     def retain(self, pages: Sequence[int] | np.ndarray) -> None:
-        """Add a holder to each page."""
-        self._holders[np.asarray(pages, dtype=np.int64)] += 1
+        """Add a holder to each of some distinct pages. Raises ValueError if nobody holds one of them."""
+        index = np.asarray(pages, dtype=np.int64)
+        if np.any(self._holders[index] <= 0):
+            raise ValueError("a page that nobody holds cannot be shared")
+        self._holders[index] += 1
 
     def release(self, pages: Sequence[int] | np.ndarray) -> None:
-        """Remove a holder from each page; pages without holders become free."""
+        """Remove a holder from each of some distinct pages; pages without holders become free.
+
+        Raises ValueError, and releases nothing, if nobody holds one of them.
+        """
         index = np.asarray(pages, dtype=np.int64)
         if np.any(self._holders[index] <= 0):
             raise ValueError("a page was released more often than it was held")

@@ -13,16 +13,14 @@ from longbatch.errors import ExitCode
 
 def export(
     out: RunFolderPath,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="file to write; - is standard output")] = Path("-"),
     format: Annotated[
         str, typer.Option("--format", metavar="openai-jsonl|jsonl|csv", help="format to write")
     ] = "openai-jsonl",
-    file: Annotated[
-        Path | None, typer.Option("--to", metavar="FILE", help="file to write; standard output if not given")
-    ] = None,
 ) -> ExitCode:
     """Write merged results in another format."""
     from longbatch.output import RunFolder
     from longbatch.output.export import export as export_results
 
-    export_results(RunFolder.open(out), format, file)
+    export_results(RunFolder.open(out), format, None if file == Path("-") else file)
     return ExitCode.OK

@@ -32,9 +32,9 @@ class DecodeBatch:
 
     def join(self, sequences: list[Sequence], tokens: list[int]) -> None:
         """Add sequences, each with the token sampled from its prefill."""
-        current = self._tokens.tolist() if self._tokens is not None else []
-        self.sequences += sequences
-        self._tokens = torch.tensor([*current, *tokens], device=self._cache.device)
+        joined = torch.tensor(tokens, device=self._cache.device)
+        self._tokens = joined if self._tokens is None else torch.cat([self._tokens, joined])
+        self.sequences = [*self.sequences, *sequences]
         self._dirty = True
 
     def park(self, count: int) -> list[tuple[Sequence, int]]:

@@ -1,7 +1,7 @@
 """The engine: rows in waves go through prefill, rows that generate go on through decode, results come out.
 
 It takes as many rows of a wave as the pages allow, prefills them together, and decodes whenever the next rows have
-to wait for pages. A row that fails is retried alone, so that it never costs another.
+to wait for pages. Rows that fail together are retried apart, so that a row that fails never costs another.
 """
 
 from __future__ import annotations
@@ -13,25 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-from longbatch.cache import KVCache
+from longbatch.cache import PAGE_TOKENS, KVCache
 from longbatch.core import Prompt, Request, Result, TokenLogprob
 from longbatch.engine.decode import DecodeBatch
-from longbatch.engine.jobs import (
-    Owner,
-    conclude,
-    family_of,
-    nonfinite,
-    open_sequence,
-    pages_needed,
-    shared_family,
-)
+from longbatch.engine.jobs import Owner, conclude, family_of, nonfinite, open_sequence, shared_family
 from longbatch.engine.packing import Family, pack
 from longbatch.engine.prefill import prefill
 from longbatch.engine.readout import LOGIT_TILE, LastReader, Reader, deliver
-from longbatch.engine.sampler import Draw, sample
+from longbatch.engine.sampler import Choice, Draw, sample
 from longbatch.engine.sequence import Sequence
 from longbatch.engine.sharing import group
-from longbatch.errors import RowError
+from longbatch.errors import DeviceError, RowError
 from longbatch.models.decoder import Decoder
 from longbatch.prompt import Tokenizer
 from longbatch.prompt.reasoning import split_reasoning
@@ -54,7 +46,7 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals so far. busy_seconds: wall time in which the device worked for rows."""
+    """Totals so far. busy_seconds: wall time in which the device worked for rows; failed attempts do not count."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -66,21 +58,15 @@ class Counters:
         return self.prefill_seconds + self.decode_seconds
 
 
-class Engine:
-    """Runs rows on one device; `run` is the whole of it.
+class _StoppedError(Exception):
+    """The caller asked to stop."""
 
-    opens_reasoning: whether the chat template itself begins the model's thinking.
-    """
+
+class Engine:
+    """Runs rows on one device; `run` is the whole of it."""
 
     def __init__(
-        self,
-        model: Decoder,
-        tokenizer: Tokenizer,
-        cache: KVCache,
-        limits: EngineLimits,
-        *,
-        eos_ids: frozenset[int],
-        opens_reasoning: bool = False,
+        self, model: Decoder, tokenizer: Tokenizer, cache: KVCache, limits: EngineLimits, *, eos_ids: frozenset[int]
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -88,28 +74,48 @@ class Engine:
         self.limits = limits
         self.counters = Counters()
         self._eos = eos_ids
-        self._opens_reasoning = opens_reasoning
         self._batch = DecodeBatch(model, cache)
         self._parked: list[tuple[Sequence, int]] = []
+        self._should_stop: Callable[[], bool] = lambda: False
 
     def run(self, waves: Iterable[list[Row]], should_stop: Callable[[], bool] = lambda: False) -> Iterator[Result]:
-        """Results in order of completion; waves are drawn as they are needed. should_stop is asked between steps:
-        once it says so, nothing more is begun or finished."""
-        for wave in waves:
-            waiting = [self._open(*row) for row in wave]
-            while waiting:
-                if should_stop():
-                    return
-                taken = self._admissible(waiting)
-                if taken:
-                    yield from self._start(waiting[:taken])
-                    waiting = waiting[taken:]
-                elif self._decoding:
-                    yield from self._decode_step()
-                else:
-                    yield self._refuse(waiting.pop(0))
-        while self._decoding and not should_stop():
-            yield from self._decode_step()
+        """Results in order of completion; waves are drawn as they are needed.
+
+        should_stop is asked before every step: once it says so, rows that are not complete are dropped. Raises
+        DeviceError where the device is lost, which no row is to blame for.
+        """
+        self._should_stop = should_stop
+        try:
+            for wave in waves:
+                yield from self._wave(wave)
+            while self._decoding:
+                yield from self._decode_step()
+        except _StoppedError:
+            return
+        finally:
+            self._drop()
+
+    def _wave(self, wave: list[Row]) -> Iterator[Result]:
+        """Prefill every row of a wave; those that generate may still be decoding afterwards."""
+        waiting: list[Sequence] = []
+        for request, prompt in wave:
+            sequence = self._open(request, prompt)
+            refusal = self._refusal(sequence)
+            if refusal is None:
+                waiting.append(sequence)
+            else:
+                sequence.fail(refusal)
+                yield sequence.result
+        while waiting:
+            taken = self._admissible(waiting)
+            if not taken:
+                yield from self._decode_step()
+                continue
+            starting, waiting = waiting[:taken], waiting[taken:]
+            now = time.monotonic()
+            for sequence in starting:
+                sequence.started = now
+            yield from self._start(starting)
 
     @property
     def _decoding(self) -> int:
@@ -125,95 +131,128 @@ class Engine:
             eos_ids=self._eos,
             run_seed=limits.run_seed,
             max_tokens=limits.max_tokens,
+            step_tokens=limits.step_tokens,
         )
+
+    def _ask(self) -> None:
+        """Called before every step."""
+        if self._should_stop():
+            raise _StoppedError
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.pages is not None:
+            self.cache.pool.release(sequence.pages)
+            sequence.pages = None
+
+    def _drop(self) -> None:
+        """Give back the pages of rows that will not be completed."""
+        for sequence in (*self._batch.sequences, *(parked for parked, _ in self._parked)):
+            self._release(sequence)
+        self._batch = DecodeBatch(self.model, self.cache)
+        self._parked = []
 
     # ------------------------------------------------------------------------------------- admission
 
-    def _chunked(self, sequence: Sequence) -> bool:
-        tokens = len(sequence.prompt.ids) + sum(map(len, sequence.prompt.branches))
-        return tokens > self.limits.step_tokens
+    def _refusal(self, sequence: Sequence) -> RowError | None:
+        """Why a row can never run: not even the empty cache holds it, or the model has not all of its tokens."""
+        have = self.cache.pool.num_pages
+        if sequence.num_pages > have:
+            return RowError(
+                "does_not_fit",
+                f"the row needs {sequence.num_pages * PAGE_TOKENS:,} tokens of K/V cache and the device holds "
+                f"{have * PAGE_TOKENS:,}; lower max_tokens, shorten the prompt, or use a device with more memory",
+            )
+        vocabulary = self.model.spec.vocab_size
+        if any(int(ids.max(initial=0)) >= vocabulary for ids in (sequence.prompt.ids, *sequence.prompt.branches)):
+            return RowError(
+                "invalid_value",
+                f"a token of the prompt is not among the model's {vocabulary:,}; the tokenizer is another model's",
+            )
+        return None
 
     def _admissible(self, waiting: list[Sequence]) -> int:
-        """How many of the waiting rows can be prefilled now. While others decode, a wave that does not fit waits
-        until half of what it needs is free, so that prefill steps stay large."""
+        """How many of the waiting rows can be prefilled now. While others decode, rows that cannot all start wait
+        until at least half as many as decode can, so that prefill steps stay large."""
         free, places = self.cache.pool.num_free, self.limits.decode_rows - self._decoding
         tokens = taken = 0
         for sequence in waiting:
-            chunked = self._chunked(sequence)
-            pages = pages_needed(sequence, chunked=chunked)
-            if pages > free or (sequence.request.task.decodes and places == 0) or (taken and chunked):
+            decodes = sequence.request.task.decodes
+            if sequence.num_pages > free or (decodes and places == 0):
                 break
-            tokens += len(sequence.prompt.ids) + sum(map(len, sequence.prompt.branches))
+            tokens += sequence.num_tokens
             if taken and tokens > self.limits.step_tokens:
                 return taken
             taken += 1
-            free -= pages
-            places -= sequence.request.task.decodes
-            if chunked:
-                return taken
+            free -= sequence.num_pages
+            places -= decodes
         return taken if taken == len(waiting) or 2 * taken >= self._decoding else 0
-
-    def _refuse(self, sequence: Sequence) -> Result:
-        """A row that not even an empty cache can hold."""
-        have = self.cache.pool.num_pages * 64
-        need = len(sequence.prompt.ids) + sequence.max_tokens
-        sequence.fail(
-            RowError(
-                "does_not_fit",
-                f"prompt and answer need {need} tokens of K/V cache and the device holds {have}; "
-                "lower max_tokens, shorten the prompt, or use a device with more memory",
-            )
-        )
-        return sequence.result
 
     # ------------------------------------------------------------------------------------- prefill
 
     def _start(self, sequences: list[Sequence]) -> Iterator[Result]:
-        """Prefill rows together; if that fails, each alone."""
+        """Prefill rows together; if that fails, each half by itself, down to the row that fails alone."""
+        results = self._attempt(sequences)
+        if results is not None:
+            yield from results
+            return
+        half = len(sequences) // 2
+        for part in (sequences[:half], sequences[half:]):
+            yield from self._start([self._reopened(sequence) for sequence in part])
+
+    def _attempt(self, sequences: list[Sequence]) -> list[Result] | None:
+        """Results of the rows that a prefill completes; None if it failed and more than one row may be to blame.
+
+        The caller goes on outside of the exception, whose traceback would keep the step's tensors alive.
+        """
         try:
-            yield from self._prefill(sequences)
-        except (RuntimeError, MemoryError) as fault:
+            return self._prefill(sequences)
+        except BaseException as fault:
             for sequence in sequences:
                 self._release(sequence)
-            if len(sequences) == 1:
-                yield self._failed(sequences[0], fault)
-                return
-            for sequence in sequences:
-                yield from self._start([self._open(sequence.request, sequence.prompt)])
+            if not isinstance(fault, (RuntimeError, MemoryError)):
+                raise
+            _require_device(fault)
+            return [self._failed(sequences[0], fault)] if len(sequences) == 1 else None
+
+    def _reopened(self, sequence: Sequence) -> Sequence:
+        """The row as it was before a prefill that failed."""
+        fresh = self._open(sequence.request, sequence.prompt)
+        fresh.started = sequence.started
+        return fresh
 
     def _prefill(self, sequences: list[Sequence]) -> list[Result]:
         begin = time.monotonic()
         families = list(self._families(sequences))
-        num_top = max((s.request.sampling.logprobs or 0 for s in sequences), default=0)
-        limits = self.limits
-        for packed in pack(
-            families, step_tokens=limits.step_tokens, tile_rows=limits.tile_rows, device=self.cache.device
-        ):
-            hidden = prefill(self.model, self.cache, packed.step)
-            deliver(self.model, hidden, [(b.owner.reader, start, stop) for b, start, stop in packed.reads], num_top)
+        limits, device = self.limits, self.cache.device
+        for packed in pack(families, step_tokens=limits.step_tokens, tile_rows=limits.tile_rows, device=device):
+            self._ask()
+            reads = [(branch.owner.reader, start, stop) for branch, start, stop in packed.reads]
+            deliver(self.model, prefill(self.model, self.cache, packed.step), reads)
         readers: dict[int, list[Reader]] = {}
         for family in families:
             for branch in family.branches:
                 readers.setdefault(id(branch.owner.sequence), []).append(branch.owner.reader)
-        tokens = sum(family.num_tokens for family in families)
-        results = []
+        finished = [sequence for sequence in sequences if not sequence.request.task.decodes]
+        for sequence in finished:
+            conclude(sequence, readers[id(sequence)], self.model, self.tokenizer)
+            self._release(sequence)
+        finished += self._first_tokens([(s, readers[id(s)][0]) for s in sequences if s.request.task.decodes])
+        end = time.monotonic()
+        self.counters.prefill_tokens += sum(family.num_tokens for family in families)
+        self.counters.prefill_seconds += end - begin
         for sequence in sequences:
-            if not sequence.request.task.decodes:
-                conclude(sequence, readers[id(sequence)], self.model, self.tokenizer)
-                self._release(sequence)
-                results.append(sequence.result)
-        results += self._first_tokens([(s, readers[id(s)][0]) for s in sequences if s.request.task.decodes])
-        seconds = time.monotonic() - begin
-        self.counters.prefill_tokens += tokens
-        self.counters.prefill_seconds += seconds
-        total = sum(self._prefill_work(family) for family in families)
-        for family in families:
-            owners = {id(branch.owner.sequence): branch.owner.sequence for branch in family.branches}
-            share = self._prefill_work(family) / total / len(owners)
-            for sequence in owners.values():
-                sequence.result.timing.prefill = seconds
-                sequence.result.usage.gpu_seconds += seconds * share
-        return results
+            timing = sequence.result.timing
+            timing.prefill = end - begin
+            if sequence.request.task.decodes:
+                timing.ttft = end - sequence.started
+                sequence.decode_started = end
+        for sequence in finished:
+            sequence.stamp(end)
+        work = [part for family in families for part in self._work(family)]
+        total = sum(flops for _, flops in work)
+        for sequence, flops in work:
+            sequence.result.usage.gpu_seconds += (end - begin) * flops / total
+        return [sequence.result for sequence in finished]
 
     def _families(self, sequences: list[Sequence]) -> Iterator[Family[Owner]]:
         """The token sequences to run: beginnings that rows share are taken once."""
@@ -225,68 +264,84 @@ class Engine:
                 yield shared_family(rows, trunk, pool)
             else:
                 for sequence in rows:
-                    yield family_of(sequence, self.model, pool, chunked=self._chunked(sequence))
+                    yield family_of(sequence, self.model, pool)
 
-    def _prefill_work(self, family: Family[Owner]) -> float:
-        """Floating-point operations of a family: matrix products, and attention over what each token sees."""
+    def _work(self, family: Family[Owner]) -> Iterator[tuple[Sequence, float]]:
+        """Floating-point operations of each branch, and its part of the trunk's: matrix products, and attention over
+        what each token sees."""
         spec = self.model.spec
         per_key = sum(4 * layer.num_heads * layer.head_dim for layer in spec.layers)
         trunk = len(family.trunk)
-        keys = trunk * trunk / 2 + sum(len(b.ids) * (trunk + len(b.ids) / 2) for b in family.branches)
-        return spec.matmul_flops_per_token * family.num_tokens + per_key * keys
+        shared = (spec.matmul_flops_per_token * trunk + per_key * trunk * trunk / 2) / len(family.branches)
+        for branch in family.branches:
+            own = len(branch.ids)
+            flops = spec.matmul_flops_per_token * own + per_key * own * (trunk + own / 2)
+            yield branch.owner.sequence, shared + flops
 
-    def _first_tokens(self, starting: list[tuple[Sequence, Reader]]) -> list[Result]:
-        """Sample the first token of each prefilled row; rows that go on join the decode batch."""
-        results: list[Result] = []
+    def _first_tokens(self, starting: list[tuple[Sequence, Reader]]) -> list[Sequence]:
+        """Sample the first token of each prefilled row. Rows that go on join the decode batch; the others are
+        returned."""
         joining: list[Sequence] = []
         tokens: list[int] = []
+        finished: list[Sequence] = []
         rows = max(1, LOGIT_TILE // self.model.spec.vocab_size)
         for low in range(0, len(starting), rows):
             part = starting[low : low + rows]
-            hidden = []
-            for _, reader in part:
-                assert isinstance(reader, LastReader) and reader.hidden is not None
-                hidden.append(reader.hidden)
-            logits = self.model.logits(self.model.final_norm(torch.cat(hidden)))
+            hidden = [reader.hidden for _, reader in part if isinstance(reader, LastReader)]
+            logits = self._logits(torch.cat([state for state in hidden if state is not None]))
             sequences = [sequence for sequence, _ in part]
-            chosen, live, done = self._advance(sequences, logits)
-            results += done
-            joining += [s for s, alive in zip(sequences, live, strict=True) if alive]
-            tokens += [t for t, alive in zip(chosen.tolist(), live, strict=True) if alive]
+            choice = self._choose(sequences, logits)
+            for sequence, token, live in zip(
+                sequences, choice.tokens.tolist(), self._record(sequences, choice), strict=True
+            ):
+                if live:
+                    joining.append(sequence)
+                    tokens.append(token)
+                else:
+                    finished.append(sequence)
         if joining:
             self._batch.join(joining, tokens)
-        return results
+        return finished
+
+    @torch.inference_mode()
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(self.model.final_norm(hidden))
 
     # ------------------------------------------------------------------------------------- decode
 
     def _decode_step(self) -> list[Result]:
         """One token for every live row."""
+        self._ask()
         begin = time.monotonic()
         batch = self._batch
         if not batch.sequences:
             batch.join([sequence for sequence, _ in self._parked], [token for _, token in self._parked])
             self._parked = []
-        sequences = list(batch.sequences)
-        lengths = [sequence.num_cached for sequence in sequences]
-        try:
-            logits = batch.forward()
-        except (RuntimeError, MemoryError) as fault:
-            return self._retreat(fault)
-        tokens, live, results = self._advance(sequences, logits)
-        batch.feed(tokens)
-        batch.keep(live)
-        seconds = time.monotonic() - begin
-        self.counters.decode_tokens += len(sequences)
-        self.counters.decode_seconds += seconds
+        sequences = batch.sequences
         # A step reads the weights once for all rows and each row's own K/V.
         weights = self.model.spec.num_parameters / len(sequences)
-        work = [weights + self.model.spec.kv_entries_per_token * length for length in lengths]
-        for sequence, share in zip(sequences, work, strict=True):
-            sequence.result.usage.gpu_seconds += seconds * share / sum(work)
+        work = [weights + self.model.spec.kv_entries_per_token * sequence.num_cached for sequence in sequences]
+        try:
+            choice = self._choose(sequences, batch.forward())
+        except (RuntimeError, MemoryError) as fault:
+            _require_device(fault)
+            return self._retreat(fault)
+        live = self._record(sequences, choice)
+        batch.feed(choice.tokens)
+        batch.keep(live)
+        end = time.monotonic()
+        self.counters.decode_tokens += len(sequences)
+        self.counters.decode_seconds += end - begin
+        results: list[Result] = []
+        for sequence, share, alive in zip(sequences, work, live, strict=True):
+            sequence.result.usage.gpu_seconds += (end - begin) * share / sum(work)
+            if not alive:
+                sequence.stamp(end)
+                results.append(sequence.result)
         return results
 
     def _retreat(self, fault: BaseException) -> list[Result]:
-        """A decode forward failed: go on with half of the rows, the others later; a row that fails alone ends."""
+        """A decode step failed: go on with half of the rows, the others later; a row that fails alone ends."""
         batch = self._batch
         if len(batch) > 1:
             self._parked += batch.park(len(batch) // 2)
@@ -299,74 +354,70 @@ class Engine:
         """The error row of a row that failed alone."""
         _log.error("row %d failed alone", sequence.request.row, exc_info=fault)
         sequence.fail(_row_error(fault))
-        sequence.result.timing.total = time.monotonic() - sequence.started
+        sequence.stamp(time.monotonic())
         self._release(sequence)
         return sequence.result
 
-    def _advance(
-        self, sequences: list[Sequence], logits: torch.Tensor
-    ) -> tuple[torch.Tensor, list[bool], list[Result]]:
-        """Sample, record and stop: the tokens int64 [B], which rows go on, and the results of those that don't."""
-        choice = sample(logits, [self._draw(sequence) for sequence in sequences])
-        now = time.monotonic()
-        live: list[bool] = []
-        results: list[Result] = []
-        for b, (sequence, token) in enumerate(zip(sequences, choice.tokens.tolist(), strict=True)):
-            assert sequence.stop is not None
-            if sequence.decode_started is None:
-                sequence.decode_started = now
-                sequence.result.timing.ttft = now - sequence.started
-            if not choice.finite[b]:
-                sequence.fail(nonfinite())
-                reason: str | None = "error"
-            else:
-                reason = sequence.stop.push(token)
-                self._record_logprobs(sequence, token, choice.logprobs[b])
-            live.append(reason is None)
-            if reason is not None:
-                self._finish(sequence, reason, now)
-                results.append(sequence.result)
-        return choice.tokens, live, results
+    # ------------------------------------------------------------------------------------- tokens
+
+    def _choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Choice:
+        """Sample the next token of each row; nothing of the rows changes yet."""
+        return sample(logits, [self._draw(sequence) for sequence in sequences])
 
     def _draw(self, sequence: Sequence) -> Draw:
         assert sequence.stop is not None
-        sampling = sequence.request.sampling
-        seen = None
+        sampling, tokens = sequence.request.sampling, sequence.stop.tokens
         if sampling.repetition_penalty != 1.0:
-            ids = sorted({*sequence.prompt.ids.tolist(), *sequence.stop.tokens})
-            seen = torch.tensor(ids, device=self.cache.device)
-        return Draw(sampling, sequence.seed, sequence.stop.num_tokens, seen)
+            if sequence.seen is None:
+                sequence.seen = torch.zeros(self.model.spec.vocab_size, dtype=torch.bool, device=self.cache.device)
+                sequence.seen[torch.from_numpy(sequence.prompt.ids).to(self.cache.device, torch.int64)] = True
+            if tokens:
+                sequence.seen[tokens[-1]] = True
+        return Draw(sampling, sequence.seed, sequence.stop.num_tokens, sequence.seen)
 
-    def _record_logprobs(
-        self, sequence: Sequence, token: int, found: tuple[float, list[tuple[int, float]]] | None
-    ) -> None:
-        if found is not None:
-            text = self.tokenizer.token_text
-            top = tuple((i, text(i), value) for i, value in found[1])
-            sequence.scored.append(TokenLogprob(token, text(token), found[0], top))
+    def _record(self, sequences: list[Sequence], choice: Choice) -> list[bool]:
+        """Take each row's token; rows whose answer it completes get their result. Returns which rows go on."""
+        live: list[bool] = []
+        for b, (sequence, token) in enumerate(zip(sequences, choice.tokens.tolist(), strict=True)):
+            assert sequence.stop is not None
+            reason: str | None = "error"
+            if choice.finite[b]:
+                reason = sequence.stop.push(token)
+                found = choice.logprobs[b]
+                if found is not None:
+                    text = self.tokenizer.token_text
+                    top = tuple((id, text(id), value) for id, value in found[1])
+                    sequence.scored.append(TokenLogprob(token, text(token), found[0], top))
+            else:
+                sequence.fail(nonfinite())
+            live.append(reason is None)
+            if reason is not None:
+                self._finish(sequence, reason)
+        return live
 
-    def _finish(self, sequence: Sequence, reason: str, now: float) -> None:
+    def _finish(self, sequence: Sequence, reason: str) -> None:
         """Complete the result of a row that decoded, and give its pages back."""
         stop, result = sequence.stop, sequence.result
-        assert stop is not None and sequence.decode_started is not None
+        assert stop is not None
         if sequence.error is None:
-            result.reasoning, result.text = split_reasoning(stop.text(), self._opens_reasoning)
+            result.reasoning, result.text = split_reasoning(stop.text(), sequence.prompt.opens_reasoning)
             result.finish_reason = reason
             if sequence.request.sampling.logprobs is not None:
                 result.logprobs = sequence.scored
         result.usage.completion_tokens = stop.num_tokens
-        result.timing.decode = now - sequence.decode_started
-        result.timing.total = now - sequence.started
         self._release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.pages is not None:
-            self.cache.pool.release(sequence.pages)
-            sequence.pages = None
+
+def _require_device(fault: BaseException) -> None:
+    """Raise DeviceError where the device itself failed: every later step would fail too, whatever its rows."""
+    if isinstance(fault, torch.AcceleratorError):
+        raise DeviceError(f"the device failed: {fault}", hint="run the same command again to continue") from fault
 
 
 def _row_error(fault: BaseException) -> RowError:
-    """What a failed prefill means for the row that caused it alone."""
-    if isinstance(fault, (torch.OutOfMemoryError, MemoryError)):
+    """What a failed step means for the row that it ran alone."""
+    # PyTorch has no exception class for the host's memory.
+    host = isinstance(fault, RuntimeError) and "DefaultCPUAllocator" in str(fault)
+    if host or isinstance(fault, (torch.OutOfMemoryError, MemoryError)):
         return RowError("out_of_memory", "the device ran out of memory for this row alone; shorten it or use --dtype")
     return RowError("internal", f"{type(fault).__name__} in the model's forward; the log has the details")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,68 +29,78 @@ class Owner:
 
 
 def open_sequence(
-    request: Request, prompt: Prompt, tokenizer: Tokenizer, *, eos_ids: frozenset[int], run_seed: int, max_tokens: int
+    request: Request,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    *,
+    eos_ids: frozenset[int],
+    run_seed: int,
+    max_tokens: int,
+    step_tokens: int,
 ) -> Sequence:
-    """The engine's state for one row. max_tokens: for rows that set none."""
+    """The engine's state for one row. max_tokens: for rows that set none. step_tokens: most tokens of a step."""
     seed = row_seed(run_seed, request.key, request.sampling)
     sequence = Sequence(request, prompt, Result(request.key, request.row), seed)
     result, sampling = sequence.result, request.sampling
     result.carried, result.fingerprint = request.carried, request.fingerprint
     result.usage.prompt_tokens = len(prompt.ids)
     if request.task.decodes:
-        sequence.max_tokens = sampling.max_tokens or max_tokens
+        sequence.max_tokens = max_tokens if sampling.max_tokens is None else sampling.max_tokens
         ids = eos_ids | frozenset(sampling.stop_token_ids)
         sequence.stop = StopRule(ids, sampling.stop, sequence.max_tokens, tokenizer)
+    sequence.num_tokens = _num_tokens(sequence)
+    sequence.chunked = sequence.num_tokens > step_tokens
+    sequence.num_pages = _num_pages(sequence)
     return sequence
 
 
-def pages_needed(sequence: Sequence, *, chunked: bool) -> int:
-    """Pages that the row holds: for its answer when it decodes, for its own later chunks when `chunked`."""
-    if not sequence.request.task.decodes and not chunked:
+def _num_tokens(sequence: Sequence) -> int:
+    """Tokens that the row's prefill runs: each label repeats the prompt's end behind the trunk."""
+    prompt = len(sequence.prompt.ids)
+    if not sequence.request.task.branches:
+        return prompt
+    trunk = _trunk_length(prompt)
+    return trunk + sum(prompt - trunk + len(label) - 1 for label in sequence.prompt.branches)
+
+
+def _num_pages(sequence: Sequence) -> int:
+    """Pages that the row holds: for its answer when it decodes, for its own later chunks when it is chunked."""
+    if not sequence.request.task.decodes and not sequence.chunked:
         return 0
     prompt = len(sequence.prompt.ids)
-    if sequence.request.task.branches:
-        trunk = _trunk_length(prompt)
-        tails = sum(pages_for(prompt - trunk + len(label)) for label in sequence.prompt.branches)
-        return trunk // PAGE_TOKENS + tails
-    return pages_for(prompt + sequence.max_tokens)
+    if not sequence.request.task.branches:
+        return pages_for(prompt + sequence.max_tokens)
+    trunk = _trunk_length(prompt)
+    tails = sum(pages_for(prompt - trunk + len(label) - 1) for label in sequence.prompt.branches)
+    return trunk // PAGE_TOKENS + tails
 
 
-def family_of(sequence: Sequence, model: Decoder, pool: PagePool, *, chunked: bool) -> Family[Owner]:
+def family_of(sequence: Sequence, model: Decoder, pool: PagePool) -> Family[Owner]:
     """The tokens of a row as trunk and branches, with its pages taken from the pool where it needs some."""
-    ids, task = sequence.prompt.ids, sequence.request.task
-    held = pages_needed(sequence, chunked=chunked)
-    pages = pool.allocate(held) if held else None
-    sequence.pages = pages
-    if task.branches:
+    pages = sequence.pages = pool.allocate(sequence.num_pages) if sequence.num_pages else None
+    if sequence.request.task.branches:
         return _label_family(sequence, pages)
-    reads = _reads(sequence)
-    rope_length = len(ids) + sequence.max_tokens
-    branch = Branch(Owner(sequence, _reader(sequence, model)), ids, reads, rope_length, pages)
-    return Family([branch])
+    rope_length = len(sequence.prompt.ids) + sequence.max_tokens
+    owner = Owner(sequence, _reader(sequence, model))
+    return Family([Branch(owner, sequence.prompt.ids, _reads(sequence), rope_length, pages)])
 
 
 def shared_family(sequences: list[Sequence], trunk: int, pool: PagePool) -> Family[Owner]:
     """Rows that generate from prompts whose first `trunk` tokens (whole pages) are equal."""
-    shared = pool.allocate(trunk // PAGE_TOKENS)
+    first = sequences[0]
+    first.pages = pool.allocate(first.num_pages)
+    shared = first.pages[: trunk // PAGE_TOKENS]
     branches = []
-    for number, sequence in enumerate(sequences):
-        ids = sequence.prompt.ids
-        own = pool.allocate(pages_for(len(ids) - trunk + sequence.max_tokens))
-        if number:
+    for sequence in sequences:
+        if sequence is not first:
+            own = pool.allocate(sequence.num_pages - len(shared))
             pool.retain(shared)
+            sequence.pages = np.concatenate([shared, own])
             sequence.result.usage.cached_tokens = trunk
-        sequence.pages = np.concatenate([shared, own])
-        branches.append(
-            Branch(
-                Owner(sequence, LastReader()),
-                ids[trunk:],
-                ((len(ids) - 1, len(ids)),),
-                len(ids) + sequence.max_tokens,
-                sequence.pages,
-            )
-        )
-    return Family(branches, sequences[0].prompt.ids[:trunk], shared)
+        ids, owner = sequence.prompt.ids, Owner(sequence, LastReader())
+        rope_length = len(ids) + sequence.max_tokens
+        branches.append(Branch(owner, ids[trunk:], _reads(sequence), rope_length, sequence.pages))
+    return Family(branches, first.prompt.ids[:trunk], shared)
 
 
 def _label_family(sequence: Sequence, pages: np.ndarray | None) -> Family[Owner]:
@@ -105,11 +114,12 @@ def _label_family(sequence: Sequence, pages: np.ndarray | None) -> Family[Owner]
         text = np.concatenate([ids[trunk:], label])
         table = None
         if pages is not None:
-            tail = pages_for(len(text))
+            tail = pages_for(len(text) - 1)
             table = np.concatenate([pages[:shared], pages[at : at + tail]])
             at += tail
         owner = Owner(sequence, ScoreReader(text, trunk))
-        branches.append(Branch(owner, text[:-1], ((len(ids) - 1, len(ids) - 1 + len(label)),), rope_length, table))
+        reads = ((len(ids) - 1, len(ids) - 1 + len(label)),)
+        branches.append(Branch(owner, text[:-1], reads, rope_length, table))
     return Family(branches, ids[:trunk], None if pages is None else pages[:shared])
 
 
@@ -132,7 +142,7 @@ def _reads(sequence: Sequence) -> tuple[tuple[int, int], ...]:
 def _reader(sequence: Sequence, model: Decoder) -> Reader:
     request = sequence.request
     if request.task.reads == "scored":
-        return ScoreReader(sequence.prompt.ids, 0)
+        return ScoreReader(sequence.prompt.ids, num_top=request.sampling.logprobs or 0)
     if request.task.reads == "all" and request.pooling == "mean":
         return MeanReader(model)
     return LastReader()
@@ -141,44 +151,32 @@ def _reader(sequence: Sequence, model: Decoder) -> Reader:
 def conclude(sequence: Sequence, readers: list[Reader], model: Decoder, tokenizer: Tokenizer) -> None:
     """Fill in the result of a row that does not decode, from its readers (one for each label, or one)."""
     request, result = sequence.request, sequence.result
-    if request.task.branches:
-        _classify(sequence, readers)
-    elif request.task.reads == "scored":
-        result.logprobs = [entry for reader in readers for entry in _token_logprobs(reader, tokenizer)]
-        if any(entry.logprob is None or not np.isfinite(entry.logprob) for entry in result.logprobs):
-            sequence.fail(nonfinite())
+    scores = [reader.found for reader in readers if isinstance(reader, ScoreReader)]
+    if scores:
+        finite = all(np.isfinite(part.logprobs).all() for found in scores for part in found)
     else:
         vector = _embedding(readers[0], model)
-        if not np.isfinite(vector).all():
-            sequence.fail(nonfinite())
-        else:
-            result.embedding = vector
-    sequence.result.timing.total = time.monotonic() - sequence.started
-
-
-def _classify(sequence: Sequence, readers: list[Reader]) -> None:
-    """The label whose tokens are the most likely continuation; `logprobs` holds each label's sum."""
-    scores = []
-    for reader in readers:
-        assert isinstance(reader, ScoreReader)
-        scores.append(float(sum(found.logprobs.sum(dtype=np.float64) for found in reader.found)))
-    if not np.isfinite(scores).all():
+        finite = bool(np.isfinite(vector).all())
+    if not finite:
         sequence.fail(nonfinite())
-        return
-    labels = sequence.request.labels
-    sequence.result.label = labels[int(np.argmax(scores))]
-    sequence.result.logprobs = [
-        TokenLogprob(number, label, score) for number, (label, score) in enumerate(zip(labels, scores, strict=True))
+    elif request.task.branches:
+        _classify(result, request.labels, scores)
+    elif scores:
+        result.logprobs = [entry for part in scores[0] for entry in _entries(part, tokenizer)]
+    else:
+        result.embedding = vector
+
+
+def _classify(result: Result, labels: tuple[str, ...], scores: list[list[Scores]]) -> None:
+    """The label whose tokens are the most likely continuation; `logprobs` holds each label's sum."""
+    sums = [float(sum(part.logprobs.sum(dtype=np.float64) for part in found)) for found in scores]
+    result.label = labels[int(np.argmax(sums))]
+    result.logprobs = [
+        TokenLogprob(number, label, total) for number, (label, total) in enumerate(zip(labels, sums, strict=True))
     ]
 
 
-def _token_logprobs(reader: Reader, tokenizer: Tokenizer) -> Iterator[TokenLogprob]:
-    assert isinstance(reader, ScoreReader)
-    for scores in reader.found:
-        yield from entries(scores, tokenizer)
-
-
-def entries(scores: Scores, tokenizer: Tokenizer) -> Iterator[TokenLogprob]:
+def _entries(scores: Scores, tokenizer: Tokenizer) -> Iterator[TokenLogprob]:
     """One output entry for each scored token."""
     for i, (token, value) in enumerate(zip(scores.targets.tolist(), scores.logprobs.tolist(), strict=True)):
         top = zip(scores.top_ids[i].tolist(), scores.top_logprobs[i].tolist(), strict=True)
@@ -193,12 +191,14 @@ def _embedding(reader: Reader, model: Decoder) -> np.ndarray:
         assert reader.total is not None
         vector = reader.total / reader.count
     else:
-        assert isinstance(reader, LastReader) and reader.hidden is not None
+        assert isinstance(reader, LastReader)
+        assert reader.hidden is not None
         vector = model.final_norm(reader.hidden)[0].float()
     return torch.nn.functional.normalize(vector, dim=0).cpu().numpy()
 
 
 def nonfinite() -> RowError:
+    """The error of a row whose numbers cannot be used."""
     return RowError(
         "nonfinite_logits",
         "the model gave NaN or infinite values for this row; try --dtype float32, or check the weights",

@@ -1,6 +1,6 @@
 """What is made of the hidden states that a prefill step returns: scores, embeddings, and the logits of the next token.
 
-A `Reader` belongs to one branch of a row and takes its hidden states as steps deliver them; the vocabulary
+A reader belongs to one branch of a row and takes its hidden states as steps deliver them; the vocabulary
 projection runs over all scored positions of a step together, in tiles, so that logits of a whole prompt never exist.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,19 +17,8 @@ from longbatch.models.decoder import Decoder
 
 # The logits of one tile hold at most this many numbers (256 MiB in float32).
 LOGIT_TILE = 1 << 26
-
-
-class Reader(Protocol):
-    """Takes hidden states [n, hidden] (before the final norm) of positions start..start+n-1."""
-
-    def targets(self, start: int, stop: int) -> np.ndarray | None:
-        """Token ids int64 [n] whose log-probability is wanted after each position, or None for no scoring."""
-
-    def take_hidden(self, hidden: Tensor, start: int) -> None:
-        """Receive hidden states when `targets` was None."""
-
-    def take_scores(self, scores: Scores) -> None:
-        """Receive log-probabilities when `targets` was not None."""
+# Positions that a mean takes at once.
+MEAN_TILE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,36 +33,30 @@ class Scores:
 
 @dataclass(slots=True)
 class ScoreReader:
-    """Collects the log-probability of each token of `ids` that follows a position read."""
+    """Collects the log-probability of each token of `ids` that follows a position read.
+
+    ids: tokens of positions offset.. of the sequence. num_top: alternatives wanted beside each.
+    """
 
     ids: np.ndarray
-    offset: int
+    offset: int = 0
+    num_top: int = 0
     found: list[Scores] = field(default_factory=list)
 
     def targets(self, start: int, stop: int) -> np.ndarray:
+        """Token ids int64 [n] whose log-probability is wanted after positions start..stop-1."""
         return self.ids[start + 1 - self.offset : stop + 1 - self.offset].astype(np.int64)
-
-    def take_hidden(self, hidden: Tensor, start: int) -> None:
-        raise AssertionError("a score reader takes scores")
-
-    def take_scores(self, scores: Scores) -> None:
-        self.found.append(scores)
 
 
 @dataclass(slots=True)
 class LastReader:
-    """Keeps the hidden state of the last position delivered: float [1, hidden]."""
+    """Keeps the hidden state of the last position delivered: [1, hidden], before the final norm."""
 
     hidden: Tensor | None = None
 
-    def targets(self, start: int, stop: int) -> None:
-        return None
-
-    def take_hidden(self, hidden: Tensor, start: int) -> None:
+    def take(self, hidden: Tensor) -> None:
+        """Receive hidden states [n, hidden] of the next positions."""
         self.hidden = hidden[-1:].clone()
-
-    def take_scores(self, scores: Scores) -> None:
-        raise AssertionError("a last reader takes hidden states")
 
 
 @dataclass(slots=True)
@@ -85,41 +67,43 @@ class MeanReader:
     total: Tensor | None = None
     count: int = 0
 
-    def targets(self, start: int, stop: int) -> None:
-        return None
-
-    def take_hidden(self, hidden: Tensor, start: int) -> None:
-        part = self.model.final_norm(hidden).float().sum(0)
-        self.total = part if self.total is None else self.total + part
+    def take(self, hidden: Tensor) -> None:
+        """Receive hidden states [n, hidden] of the next positions."""
+        for part in hidden.split(MEAN_TILE):
+            summed = self.model.final_norm(part).float().sum(0)
+            self.total = summed if self.total is None else self.total + summed
         self.count += len(hidden)
 
-    def take_scores(self, scores: Scores) -> None:
-        raise AssertionError("a mean reader takes hidden states")
+
+Reader = ScoreReader | LastReader | MeanReader
 
 
 @torch.inference_mode()
-def deliver(model: Decoder, hidden: Tensor, reads: Items[tuple[Reader, int, int]], num_top: int) -> None:
-    """Hand the hidden states [R, hidden] of a step to their readers. reads: (reader, first position, last + 1) in the
-    order of the rows. num_top: alternatives wanted per scored position."""
+def deliver(model: Decoder, hidden: Tensor, reads: Items[tuple[Reader, int, int]]) -> None:
+    """Hand the hidden states [R, hidden] of a step (before the final norm) to their readers.
+
+    reads: (reader, first position, last position + 1) in the order of the rows.
+    """
     low = 0
-    scored: list[tuple[Reader, np.ndarray, int]] = []
+    scored: list[tuple[ScoreReader, np.ndarray]] = []
+    rows: list[np.ndarray] = []
     for reader, start, stop in reads:
-        targets = reader.targets(start, stop)
-        if targets is None:
-            reader.take_hidden(hidden[low : low + stop - start], start)
+        high = low + stop - start
+        if isinstance(reader, ScoreReader):
+            scored.append((reader, reader.targets(start, stop)))
+            rows.append(np.arange(low, high))
         else:
-            scored.append((reader, targets, low))
-        low += stop - start
+            reader.take(hidden[low:high])
+        low = high
     if not scored:
         return
-    rows = np.concatenate([np.arange(at, at + len(targets)) for _, targets, at in scored])
-    scores = _score(model, hidden, rows, np.concatenate([targets for _, targets, _ in scored]), num_top)
+    num_top = max(reader.num_top for reader, _ in scored)
+    scores = _score(model, hidden, np.concatenate(rows), np.concatenate([targets for _, targets in scored]), num_top)
     low = 0
-    for reader, targets, _ in scored:
+    for reader, targets in scored:
         part = slice(low, low + len(targets))
-        reader.take_scores(
-            Scores(scores.targets[part], scores.logprobs[part], scores.top_ids[part], scores.top_logprobs[part])
-        )
+        top = (scores.top_ids[part, : reader.num_top], scores.top_logprobs[part, : reader.num_top])
+        reader.found.append(Scores(targets, scores.logprobs[part], *top))
         low += len(targets)
 
 
@@ -135,7 +119,7 @@ def _score(model: Decoder, hidden: Tensor, rows: np.ndarray, targets: np.ndarray
         logits = model.logits(model.final_norm(hidden[index[part]]))
         total = logits.logsumexp(-1, keepdim=True)
         chosen.append((logits.gather(1, wanted[part, None]) - total)[:, 0])
-        top = logits.topk(num_top, -1)
+        top = logits.topk(min(num_top, logits.shape[1]), -1)
         top_ids.append(top.indices)
         top_values.append(top.values - total)
     return Scores(

@@ -87,7 +87,7 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
     temperature = column([draw.sampling.temperature for draw in draws])
-    probabilities, order = torch.softmax(logits / temperature, -1).sort(-1, descending=True, stable=True)
+    probabilities, order = torch.softmax(logits / temperature, -1).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=device)
     top_k = column([float(draw.sampling.top_k or vocab) for draw in draws])
     keep = rank < top_k

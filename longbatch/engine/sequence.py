@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from longbatch.core import Prompt, Request, Result, TokenLogprob
 from longbatch.engine.stopping import StopRule
@@ -16,8 +16,11 @@ from longbatch.errors import RowError
 class Sequence:
     """A request that runs.
 
-    seed: of its draws. stop: present when the task decodes. pages: block table, while held. scored: log-probability
-    of each scored token in order; branch_scores: the same per label. hidden: what the embedding is made of.
+    seed: of its draws. max_tokens: most that it may sample. stop: present when the task decodes. num_tokens: tokens
+    that its prefill runs; chunked: whether they need more than one step. num_pages: pages that it asks for; pages:
+    block table, while held. seen: bool [vocab], tokens of prompt and answer, where the repetition penalty asks.
+    started, decode_started: monotonic times of its first work and of its first token. scored: log-probabilities of
+    its answer's tokens.
     """
 
     request: Request
@@ -26,11 +29,14 @@ class Sequence:
     seed: int
     max_tokens: int = 0
     stop: StopRule | None = None
+    num_tokens: int = 0
+    chunked: bool = False
+    num_pages: int = 0
     pages: np.ndarray | None = None
-    started: float = field(default_factory=time.monotonic)
+    seen: Tensor | None = None
+    started: float = 0.0
     decode_started: float | None = None
     scored: list[TokenLogprob] = field(default_factory=list)
-    branch_scores: list[float] = field(default_factory=list)
     error: RowError | None = None
 
     @property
@@ -46,3 +52,10 @@ class Sequence:
             result = Result.failed(self.request, error)
             result.timing, result.usage = self.result.timing, self.result.usage
             self.result = result
+
+    def stamp(self, now: float) -> None:
+        """Record that the result is complete."""
+        timing = self.result.timing
+        timing.total = now - self.started
+        if self.decode_started is not None:
+            timing.decode = now - self.decode_started

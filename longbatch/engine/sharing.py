@@ -8,19 +8,44 @@ from __future__ import annotations
 
 import numpy as np
 
-from longbatch.cache.pages import PAGE_TOKENS
+from longbatch.cache import PAGE_TOKENS
 from longbatch.engine.sequence import Sequence
 
+Group = tuple[int, list[Sequence]]
 
-def group(sequences: list[Sequence]) -> list[tuple[int, list[Sequence]]]:
+
+def group(sequences: list[Sequence]) -> list[Group]:
     """(tokens of the trunk, rows) for rows that generate and share at least one page of tokens; the rest alone with
-    a trunk of 0. Groups come in the order of their first rows."""
+    a trunk of 0.
+
+    A trunk is one level deep. Where rows share a little and some of them much more (one system prompt, several
+    documents, several questions each), the cut that saves more tokens is taken.
+    """
+    return [found for rows in _by_page(sequences, 0) for found in _cut(rows)]
+
+
+def _cut(rows: list[Sequence]) -> list[Group]:
+    """One trunk for rows that share a page, or the trunks of the parts that share more."""
+    if len(rows) == 1:
+        return [(0, rows)]
+    trunk = _common(rows)
+    finer = [found for part in _by_page(rows, trunk) for found in _cut(part)]
+    return finer if _saved(finer) > _saved([(trunk, rows)]) else [(trunk, rows)]
+
+
+def _saved(groups: list[Group]) -> int:
+    """Tokens that need not be computed."""
+    return sum(trunk * (len(rows) - 1) for trunk, rows in groups)
+
+
+def _by_page(rows: list[Sequence], start: int) -> list[list[Sequence]]:
+    """Rows by their tokens of one page, in the order of their first rows; a row that cannot share it alone."""
     found: dict[object, list[Sequence]] = {}
-    for sequence in sequences:
-        ids = sequence.prompt.ids
-        shareable = sequence.request.task.decodes and len(ids) > PAGE_TOKENS
-        found.setdefault(ids[:PAGE_TOKENS].tobytes() if shareable else id(sequence), []).append(sequence)
-    return [(_common(rows) if len(rows) > 1 else 0, rows) for rows in found.values()]
+    for row in rows:
+        ids = row.prompt.ids
+        shareable = row.request.task.decodes and len(ids) > start + PAGE_TOKENS
+        found.setdefault(ids[start : start + PAGE_TOKENS].tobytes() if shareable else id(row), []).append(row)
+    return list(found.values())
 
 
 def _common(rows: list[Sequence]) -> int:

@@ -34,10 +34,13 @@ class StopRule:
     _text: str = ""
     _cut: int | None = None
     _pushed: int = 0
+    _skip_special: bool = field(init=False)
     _stream: TextStream | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self._stream = self.tokenizer.stream() if self.strings else None
+        # The channels of gpt-oss are marked by special tokens, which tell its reasoning from its answer.
+        self._skip_special = self.tokenizer.token_id("<|channel|>") is None
+        self._stream = self.tokenizer.stream(skip_special=self._skip_special) if self.strings else None
 
     def push(self, token: int) -> str | None:
         """Record a token; the finish reason if the answer ends with it, else None."""
@@ -71,4 +74,4 @@ class StopRule:
         """The answer so far, without end tokens and without the stop string."""
         if self._cut is not None:
             return self._text[: self._cut]
-        return self.tokenizer.decode(self.tokens)
+        return self.tokenizer.decode(self.tokens, skip_special=self._skip_special)

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longbatch.core import Location
-from longbatch.errors import ManifestError
+from longbatch.errors import ManifestError, RowError
 from longbatch.manifest.lines import Rejected, parse_line
 from longbatch.manifest.sources import Source
 
@@ -82,7 +82,8 @@ class _LineFile:
         while len(line) < location.length:
             piece = os.pread(self._file, location.length - len(line), location.offset + len(line))
             if not piece:
-                break
+                message = "the file has become shorter since its rows were counted"
+                return self._name, Rejected(RowError("unreadable_input", message), {})
             line += piece
         return f"{self._name}, byte {location.offset}", parse_line(line)
 
@@ -115,25 +116,28 @@ class _ParquetFile:
 
 
 class _ArrowFile:
-    """A copy made by `spool`, mapped into memory: a row costs its own bytes only."""
+    """A copy made by `spool`: a row costs its own small batch only."""
 
     def __init__(self, source: Source, path: Path) -> None:
         import pyarrow as pa
 
         self._name = source.name
-        self._map = pa.memory_map(str(path))
-        self._file = pa.ipc.open_file(self._map)
         self._starts = [0]
-        for index in range(self._file.num_record_batches):
-            self._starts.append(self._starts[-1] + self._file.get_batch(index).num_rows)
+        with pa.memory_map(str(path)) as mapped:  # touches no page but those that tell the lengths
+            batches = pa.ipc.open_file(mapped)
+            for index in range(batches.num_record_batches):
+                self._starts.append(self._starts[-1] + batches.get_batch(index).num_rows)
+        # Read and not mapped from here on: mapped pages would count as this process's memory.
+        self._file = pa.OSFile(str(path))
+        self._batches = pa.ipc.open_file(self._file)
 
     def values(self, location: Location) -> tuple[str, Values]:
         index = bisect_right(self._starts, location.offset) - 1
-        batch = self._file.get_batch(index)
+        batch = self._batches.get_batch(index)
         return f"{self._name}, row {location.offset}", _row(batch, location.offset - self._starts[index])
 
     def close(self) -> None:
-        self._map.close()
+        self._file.close()
 
 
 def _row(rows: pa.Table | pa.RecordBatch, row: int) -> Values:

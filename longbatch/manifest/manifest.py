@@ -14,7 +14,7 @@ from longbatch.manifest.documents import DocumentFolder
 from longbatch.manifest.lines import Record, Rejected, read_lines
 from longbatch.manifest.options import ManifestOptions
 from longbatch.manifest.rows import RowReader, read_id
-from longbatch.manifest.sources import Source, common_folder, find_sources, fingerprint
+from longbatch.manifest.sources import Source, common_folder, common_prefix, find_sources, fingerprint
 from longbatch.manifest.spool import copy_source, needs_copy
 from longbatch.manifest.texts import read_text_file
 
@@ -36,6 +36,7 @@ class Manifest:
         self._copies: dict[int, Path] = {}
         self._access = RandomAccess(sources, self._copies, self._reader.columns)
         self._last_folder = (-1, DocumentFolder(None, None))
+        self._text_prefix = common_prefix([source for source in sources if source.kind == "text"])
         self._text_field = "document" if options.prompt is None else "text"
 
     @classmethod
@@ -138,7 +139,8 @@ class Manifest:
 
     def _text_records(self, index: int) -> Iterator[Record]:
         source, copy = self.sources[index], self._copies.get(index)
-        return read_text_file(source, index, self.root, self._text_field, self.options.max_row_bytes, copy)
+        name = source.uri.removeprefix(self._text_prefix)
+        return read_text_file(source, index, name, self.root, self._text_field, self.options.max_row_bytes, copy)
 
     def _read(self, record: Record, row: int) -> list[Request | Fault]:
         location, where, values = record

@@ -55,7 +55,7 @@ class RowReader:
         """What was counted since the last `reset`."""
         found = [
             f"column `{name}` is not read; did you mean `{self._watched[name]}`? ({count} rows)"
-            for name, count in self._slips.items()
+            for name, count in sorted(self._slips.items())
         ]
         if self._num_greedy_samples:
             count = self._num_greedy_samples

@@ -62,7 +62,9 @@ class Source:
     def name(self) -> str:
         """For messages: the URI without what may be secret in it (a query, a user name)."""
         if self.is_local:
-            return os.path.basename(self.uri)
+            return os.fsencode(os.path.basename(self.uri)).decode(errors="replace")
+        if not self.uri.startswith("http"):
+            return self.uri
         parts = urlsplit(self.uri)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -71,7 +73,12 @@ class Source:
         if self.is_local:
             return open(self.uri, "rb", buffering=0)
         filesystem, path = _filesystem(self.uri)
-        return cast(BinaryIO, filesystem.open(path, "rb"))
+        try:
+            return cast(BinaryIO, filesystem.open(path, "rb"))
+        except OSError:
+            raise
+        except Exception as error:  # drivers have exceptions of their own
+            raise OSError(type(error).__name__) from error
 
 
 def find_sources(names: Sequence[str]) -> tuple[Source, ...]:
@@ -208,7 +215,7 @@ def _find_remote(uri: str) -> list[Source]:
 
 def _remote_source(filesystem: Any, protocol: str, path: str) -> Source:
     uri = path if "://" in path else f"{protocol}://{path.lstrip('/') if protocol == 'memory' else path}"
-    kind, compression = _need_kind(urlsplit(uri).path)
+    kind, compression = _need_kind(urlsplit(uri).path if protocol.startswith("http") else uri)
     info = filesystem.info(path)
     changed = next(
         (info[key] for key in ("mtime", "LastModified", "last_modified", "updated", "created") if info.get(key)), 0
@@ -218,6 +225,15 @@ def _remote_source(filesystem: Any, protocol: str, path: str) -> Source:
     elif isinstance(changed, datetime):
         changed = int(changed.timestamp() * 1e9)
     return Source(uri, kind, int(info.get("size") or 0), int(changed), compression)
+
+
+def common_prefix(sources: Sequence[Source]) -> str:
+    """What the URIs of all sources begin with, whole folders only: the rest names a file among its fellows."""
+    if not sources:
+        return ""
+    first, last = min(source.uri for source in sources), max(source.uri for source in sources)
+    # By characters on purpose: commonpath would fold the `//` of a URL.
+    return os.path.commonprefix([first, last]).rpartition("/")[0] + "/"  # noqa: RUF071
 
 
 def common_folder(sources: Sequence[Source]) -> Path | None:

@@ -17,28 +17,35 @@ _PIECE_BYTES = 16 << 10
 _ZSTD_PIECE_BYTES = 1 << 10
 
 
-class _Decoder(Protocol):
-    """The next decompressed bytes, at most about `size`; b"" at the end. Raises EOFError where input is cut off."""
+class _DamageError(Exception):
+    """The compressed data is not what its format allows."""
 
-    def read(self, size: int) -> bytes: ...
+
+class _Decoder(Protocol):
+    def read(self, size: int) -> bytes:
+        """The next decompressed bytes, at most `size`; b"" at the end.
+
+        Raises EOFError where the input is cut off, _DamageError where it is damaged, OSError where it cannot be read.
+        """
 
 
 class SourceStream(io.RawIOBase):
     """Raw decompressed bytes of a source.
 
     Trouble ends the stream like the end of the file and is kept in `error`, so that a buffered reader on top still
-    hands out everything that came before it.
+    hands out everything that came before it. `failure` is set too where reading itself failed, which may pass.
     """
 
     def __init__(self, source: Source, max_expansion: int) -> None:
         self.error: RowError | None = None
+        self.failure: OSError | None = None
         self._max_expansion = max_expansion
         self._num_read = 0
         self._file: BinaryIO | None = None
         try:
             self._file = source.open()
         except OSError as error:
-            self.error = RowError("unreadable_input", f"the file cannot be opened ({error.strerror or error})")
+            self._fail(error)
             return
         self._input = _Input(self._file)
         self._decoder: _Decoder = _DECODERS[source.compression](self._input) if source.compression else self._input
@@ -55,8 +62,11 @@ class SourceStream(io.RawIOBase):
         except EOFError:
             self.error = RowError("truncated_input", "the compressed file ends too early; fetch or write it again")
             return 0
+        except _DamageError as error:
+            self.error = RowError("unreadable_input", f"{error}; fetch or write the file again")
+            return 0
         except OSError as error:
-            self.error = RowError("unreadable_input", f"the file cannot be read further ({error.strerror or error})")
+            self._fail(error)
             return 0
         self._num_read += len(data)
         if self._is_capped and self._num_read > max(FREE_BYTES, self._max_expansion * self._input.num_read):
@@ -67,6 +77,10 @@ class SourceStream(io.RawIOBase):
             return 0
         buffer[: len(data)] = data
         return len(data)
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = error
+        self.error = RowError("unreadable_input", f"the file cannot be read ({error.strerror or error})")
 
     def close(self) -> None:
         if self._file is not None:
@@ -88,7 +102,12 @@ class _Input:
         self.num_read = 0
 
     def read(self, size: int) -> bytes:
-        data = self._file.read(size)
+        try:
+            data = self._file.read(size)
+        except OSError:
+            raise
+        except Exception as error:  # drivers of remote file systems have exceptions of their own
+            raise OSError(type(error).__name__) from error
         self.num_read += len(data)
         return data
 
@@ -122,7 +141,7 @@ class _GzipDecoder:
             try:
                 data = self._member.decompress(self._pending, size)
             except zlib.error:
-                raise OSError("the gzip data is damaged") from None
+                raise _DamageError("the gzip data is damaged") from None
             self._pending = self._member.unconsumed_tail
             if data:
                 return data
@@ -152,8 +171,8 @@ class _ZstdDecoder:
                 self._ready = self._frame.decompress(piece)
             except self._error as error:
                 large = "memory" in str(error)
-                raise OSError(
-                    "its window is too large; use zstd without --long" if large else "the zstd data is damaged"
+                raise _DamageError(
+                    "the zstd window is too large; compress without --long" if large else "the zstd data is damaged"
                 ) from None
             self._pending, self._is_started = b"", True
             if self._frame.eof:

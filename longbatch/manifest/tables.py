@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -51,30 +52,33 @@ class ParquetTable:
         groups = (self.metadata.row_group(index) for index in range(self.metadata.num_row_groups))
         return max((group.total_byte_size for group in groups), default=0)
 
-    def batches(self, group: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, group: int, batch_bytes: int = BATCH_BYTES) -> Iterator[pa.RecordBatch]:
         """The batches of one row group. Raises OSError or ArrowException where the file is damaged."""
         metadata = self.metadata.row_group(group)
         row_bytes = max(1, metadata.total_byte_size // max(1, metadata.num_rows))
-        num_rows = min(_MOST_BATCH_ROWS, max(1, BATCH_BYTES // row_bytes))
+        num_rows = min(_MOST_BATCH_ROWS, max(1, batch_bytes // row_bytes))
         batches: Iterator[pa.RecordBatch] = self._file.iter_batches(
             num_rows, row_groups=[group], columns=self._columns, use_threads=False
         )
         return batches
+
+    def readable_batches(self, group: int, batch_bytes: int = BATCH_BYTES) -> Iterator[pa.RecordBatch]:
+        """The batches of one row group up to where it is damaged."""
+        with suppress(OSError, pa.ArrowException):
+            yield from self.batches(group, batch_bytes)
 
     def records(self, index: int) -> Iterator[Record]:
         """Every row. A damaged row group costs its own rows only: each becomes a Rejected row."""
         for group in range(self.metadata.num_row_groups):
             first, end = self._starts[group], self._starts[group + 1]
             row = first
-            try:
-                for batch in self.batches(group):
-                    for values in row_values(batch):
-                        yield Record(Location(index, row, 0), self.where(row), values)
-                        row += 1
-            except (OSError, pa.ArrowException):
-                error = RowError("unreadable_input", "the row group is damaged; write the file again")
-                for lost in range(row, end):
-                    yield Record(Location(index, lost, 0), self.where(lost), Rejected(error, {}))
+            for batch in self.readable_batches(group):
+                for values in row_values(batch):
+                    yield Record(Location(index, row, 0), self.where(row), values)
+                    row += 1
+            error = RowError("unreadable_input", "the row group is damaged; write the file again")
+            for lost in range(row, end):
+                yield Record(Location(index, lost, 0), self.where(lost), Rejected(error, {}))
 
     def where(self, row: int) -> str:
         """The place of a row, for messages. Rows count from 0 inside their row group."""

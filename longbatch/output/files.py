@@ -82,12 +82,21 @@ def temporary_path(final: Path, folder: Path | None = None) -> Path:
     return (folder or final.parent) / f".{final.name}.{secrets.token_hex(4)}.tmp"
 
 
-def replace_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON file durably in place of the old one, if there is one."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file durably in place of the old one, if there is one."""
     temporary = temporary_path(path)
-    write_synced(temporary, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
-    os.replace(temporary, path)
+    try:
+        write_synced(temporary, content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     fsync_folder(path.parent)
+
+
+def as_json(value: dict[str, Any]) -> bytes:
+    """JSON for people to read."""
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def file_checksum(path: Path) -> int:

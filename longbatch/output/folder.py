@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longbatch.errors import UsageError
-from longbatch.output.files import disk_errors, fsync_folder, publish, temporary_path, write_synced
+from longbatch.output.files import as_json, disk_errors, fsync_folder, publish, temporary_path, write_synced
 from longbatch.output.schema import SCHEMA_VERSION
 
 RUN_FORMAT = 1
@@ -140,11 +139,14 @@ def _define(path: Path, settings: dict[str, Any], info: dict[str, Any]) -> None:
         "info": info,
     }
     temporary = temporary_path(path / "run.json")
-    write_synced(temporary, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
     try:
+        write_synced(temporary, as_json(content))
         publish(temporary, path / "run.json")
-    except FileExistsError:
-        os.unlink(temporary)
+    except FileExistsError:  # another process was faster; its run is opened
+        temporary.unlink()
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,9 +6,12 @@ digests mean equal keys. A content fingerprint is 16 bytes as well, so one answe
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from struct import Struct
 from typing import Any
 
@@ -16,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longbatch.core import Fault, Request, Result
+from longbatch.output.files import disk_errors, replace_file
 
 DIGEST_BYTES = 16
 KEY_DTYPE = np.dtype("S16")
@@ -100,6 +104,22 @@ class KeyTable:
                 spill()
         spill()
         return cls(np.frombuffer(bytes(answers), ANSWER_DTYPE), np.concatenate(rows), np.concatenate(samples))
+
+    def save(self, path: Path) -> None:
+        """Keep the table in a file, so that an unchanged manifest need not be read again. Raises DiskError."""
+        content = io.BytesIO()
+        np.savez(content, answers=self.answers, rows=self.rows, samples=self.samples)
+        with disk_errors("write", path):
+            replace_file(path, content.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> KeyTable | None:
+        """A table that was saved; None if there is none, or if it is damaged."""
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as columns:
+                return cls(columns["answers"], columns["rows"], columns["samples"])
+        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):
+            return None
 
     def digest(self) -> str:
         """A hash of the table, to tell whether two runs ask for the same."""

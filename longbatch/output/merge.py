@@ -25,7 +25,7 @@ from longbatch.errors import InterruptedRun
 from longbatch.output.buckets import Buckets, Chosen, DamagedPart
 from longbatch.output.carried import unify_fields
 from longbatch.output.done import Done, RowState, best_of, scan
-from longbatch.output.files import disk_errors, fsync_folder, replace_json
+from longbatch.output.files import as_json, disk_errors, fsync_folder, replace_file
 from longbatch.output.folder import RunFolder
 from longbatch.output.keys import KeyTable, key_part
 from longbatch.output.parquet import FileFacts, ParquetSink, open_checked
@@ -222,4 +222,4 @@ def _write_success(folder: RunFolder, summary: MergeSummary) -> None:
         "files": {name: asdict(facts) for name, facts in summary.files.items()},
         "inputs": summary.inputs,
     }
-    replace_json(folder.success, content)
+    replace_file(folder.success, as_json(content))

@@ -21,6 +21,7 @@ from longbatch.output.rolling import RollingJournal
 from longbatch.output.rows import Placement, Stamp
 
 QUEUE_ROWS = 8192
+QUEUE_BYTES = 64 << 20
 BATCH_ROWS = 1024
 BATCH_BYTES = 4 << 20
 
@@ -55,7 +56,8 @@ class ResultWriter:
         self._journal = RollingJournal(folder, worker, attempt, stamp, CarriedColumns(carried))
         self._reserve = Reserve(folder.worker(worker), reserve_bytes)
         self._changed = threading.Condition()  # guards everything below
-        self._queue: deque[Result] = deque()
+        self._queue: deque[tuple[Result, int]] = deque()  # each with its size in bytes
+        self._queued_bytes = 0
         self._flushes_wanted = 0
         self._flushes_done = 0
         self._closing = False
@@ -65,13 +67,19 @@ class ResultWriter:
         self._thread.start()
 
     def append(self, *results: Result) -> None:
-        """Hand over finished results; waits only while 8,192 are queued. Raises DiskError, and keeps them."""
+        """Hand over finished results; waits only while 8,192 of them or 64 MiB are queued.
+
+        Raises DiskError if an earlier write failed; these results are kept all the same.
+        """
         with self._changed:
             if self._closing:
                 raise ValueError("the writer is closed")
-            self._queue.extend(results)
+            for result in results:
+                size = _size(result)
+                self._queue.append((result, size))
+                self._queued_bytes += size
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self._queue) < QUEUE_ROWS or self._error is not None)
+            self._changed.wait_for(lambda: self._has_room() or self._error is not None)
             self._raise_error()
 
     def flush(self) -> None:
@@ -123,14 +131,14 @@ class ResultWriter:
                     return
                 if self._stuck:
                     continue
-                results = list(islice(self._queue, self._num_taken()))
+                results = self._next_results()
                 wanted = self._flushes_wanted if len(results) == len(self._queue) else self._flushes_done
             try:
                 if results:
                     self._journal.write(results)
                     with self._changed:
                         for _ in results:
-                            self._queue.popleft()
+                            self._queued_bytes -= self._queue.popleft()[1]
                         self._changed.notify_all()
                 if wanted > self._flushes_done:
                     self._journal.sync()
@@ -152,14 +160,19 @@ class ResultWriter:
     def _patience(self) -> float | None:
         return None if self._stuck else self._journal.idle_seconds()
 
-    def _num_taken(self) -> int:
-        """How many queued results make one write: at most 1,024 rows or about 4 MiB."""
-        size = 0
-        for count, result in enumerate(islice(self._queue, BATCH_ROWS), 1):
-            size += _size(result)
-            if size >= BATCH_BYTES:
-                return count
-        return min(len(self._queue), BATCH_ROWS)
+    def _has_room(self) -> bool:
+        return len(self._queue) < QUEUE_ROWS and self._queued_bytes < QUEUE_BYTES
+
+    def _next_results(self) -> list[Result]:
+        """The queued results that make one write: at most 1,024 rows or about 4 MiB."""
+        taken: list[Result] = []
+        num_bytes = 0
+        for result, size in islice(self._queue, BATCH_ROWS):
+            taken.append(result)
+            num_bytes += size
+            if num_bytes >= BATCH_BYTES:
+                break
+        return taken
 
 
 def _size(result: Result) -> int:

@@ -14,6 +14,7 @@ from longbatch.core import Fault, MediaRef, Message, Prompt, Request, RowSize
 from longbatch.errors import RowError, UsageError
 from longbatch.media.documents import load_document
 from longbatch.prompt.guard import Guard, mark_values, strings_in
+from longbatch.prompt.reasoning import THINK_START
 from longbatch.prompt.template import ChatTemplate
 from longbatch.prompt.tokenizer import Tokenizer
 from longbatch.prompt.truncation import keep_tokens
@@ -29,13 +30,24 @@ BATCH_CHARS = 4_000_000
 @dataclass(frozen=True, slots=True)
 class _Text:
     """One row as text. shielded: it holds look-alikes of control tokens, so the guard encodes it. add_special: whether
-    the tokenizer adds its own first and last tokens (raw prompts). cuttable: the longest text that the user gave, the
-    one that truncation may shorten."""
+    the tokenizer adds its own first and last tokens (raw prompts). cuttable: the texts that the user gave; truncation
+    shortens the longest one that the template left as it is."""
 
     text: str
     shielded: bool
     add_special: bool
-    cuttable: str
+    cuttable: tuple[str, ...]
+
+    @property
+    def cuttable_span(self) -> tuple[int, int] | None:
+        """First and one-past-last character of the text that truncation may shorten."""
+        for candidate in sorted(self.cuttable, key=len, reverse=True):
+            # Many templates trim what they are given.
+            trimmed = candidate.strip()
+            start = self.text.find(trimmed)
+            if trimmed and start >= 0:
+                return start, start + len(trimmed)
+        return None
 
 
 @dataclass(slots=True)
@@ -99,7 +111,7 @@ class PromptBuilder:
         reserved = self._max_tokens(request) + max((len(branch) for branch in branches), default=0)
         ids, num_removed = self._fit(text, self._encode(text), reserved)
         scored = (min(1, len(ids)), len(ids)) if request.task.reads == "scored" and not branches else (0, 0)
-        return Prompt(ids, scored, branches, num_removed)
+        return Prompt(ids, scored, branches, num_removed, request.task.decodes and self._opens_reasoning(ids))
 
     def sizes(self, requests: Iterable[Request]) -> list[RowSize | RowError]:
         """How long each prompt is, or why there is none."""
@@ -119,10 +131,6 @@ class PromptBuilder:
                 counting = following
             if counting is not None:
                 yield from self._measured(counting[0], counting[1].result())
-
-    def opens_reasoning(self, prompt: Prompt) -> bool:
-        """Whether the template itself has begun the model's thinking, as some reasoning models' templates do."""
-        return self.tokenizer.decode(prompt.ids[-8:].tolist(), skip_special=False).rstrip().endswith("<think>")
 
     # ------------------------------------------------------------------------------------------ lengths
 
@@ -202,14 +210,15 @@ class PromptBuilder:
             return ids, 0
         keep = None
         if self.overlong != "error" and reserved < self.max_length:
-            cuttable = text.cuttable.strip()
-            start = text.text.find(cuttable) if cuttable else -1
-            if start >= 0:
-                span = (start, start + len(cuttable))
-                keep = keep_tokens(self._encode(text, offsets=True), span, num_excess, self.overlong)
+            span = text.cuttable_span
+            keep = keep_tokens(self._encode(text, offsets=True), span, num_excess, self.overlong) if span else None
         if keep is None:
             raise self._too_long(len(ids), reserved)
         return ids[keep], len(ids) - int(keep.sum())
+
+    def _opens_reasoning(self, ids: np.ndarray) -> bool:
+        """Whether the template itself has begun the model's thinking, as some reasoning models' templates do."""
+        return self.tokenizer.decode(ids[-8:].tolist(), skip_special=False).rstrip().endswith(THINK_START)
 
     def _too_long(self, num_tokens: int, reserved: int) -> RowError:
         room = f" and up to {reserved:,} more to come" if reserved else ""
@@ -238,24 +247,24 @@ class PromptBuilder:
             look_alike = look_alike or guard.found(content, special_only=message.role == "assistant")
         if arguments:
             look_alike = look_alike or any(guard.found(text) for text in strings_in(arguments))
-        cuttable = turns[0][1] if len(turns) == 1 else max((content for _, content in turns), key=len, default="")
+        contents = tuple(content for _, content in turns)
         if not look_alike:
             chat = [_turn(message, content) for message, content in turns]
             rendered = self.template.render(chat, self.tokenizer.named | arguments)
-            return _Text(rendered, False, False, cuttable)
-        markers = guard.markers([*(content for _, content in turns), *strings_in(arguments)])
+            return _Text(rendered, False, False, contents)
+        markers = guard.markers([*contents, *strings_in(arguments)])
         chat = [
             _turn(message, guard.mark(content, markers, special_only=message.role == "assistant"))
             for message, content in turns
         ]
         rendered = self.template.render(chat, self.tokenizer.named | mark_values(arguments, guard, markers))
-        return _Text(guard.resolve(rendered, markers), True, False, cuttable)
+        return _Text(guard.resolve(rendered, markers), True, False, contents)
 
     def _raw(self, text: str, look_alike: bool) -> _Text:
         """A prompt that no template touches; control tokens that are not special mean themselves in it."""
         if look_alike or self._guard.found(text, special_only=True):
-            return _Text(self._guard.shield(text), True, True, text)
-        return _Text(text, False, True, text)
+            return _Text(self._guard.shield(text), True, True, (text,))
+        return _Text(text, False, True, (text,))
 
     def _content(self, message: Message) -> str:
         """One message as one string, its documents read."""

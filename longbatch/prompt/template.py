@@ -69,7 +69,10 @@ class ChatTemplate:
         """
         file = model_dir / "chat_template.jinja"
         if file.is_file():
-            return cls(file.read_text(encoding="utf-8"))
+            try:
+                return cls(file.read_text(encoding="utf-8"))
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{file} is not UTF-8 text: {error}") from error
         for name in ("tokenizer_config.json", "chat_template.json"):
             file = model_dir / name
             if not file.is_file():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Encoding
+from tokenizers import AddedToken, Encoding, decoders, pre_tokenizers
 
 from longbatch.errors import UsageError
 from longbatch.prompt.guard import Guard
@@ -58,10 +58,13 @@ class Tokenizer:
         else:
             backend = _convert(model_dir)
             source = backend.to_str().encode()
+        model_type = _read_json(model_dir / "config.json").get("model_type")
+        if model_type == "llama" and str(settings.get("tokenizer_class")).removesuffix("Fast") == "LlamaTokenizer":
+            _rebuild_llama(backend, settings)
         named = _named_tokens(settings)
         _add_missing_tokens(backend, settings, named)
         digest = hashlib.sha256(source)
-        digest.update(json.dumps(settings, sort_keys=True).encode())
+        digest.update(json.dumps([model_type, settings], sort_keys=True).encode())
         return cls(backend, named, digest.hexdigest())
 
     # ------------------------------------------------------------------------------------------ encode
@@ -193,6 +196,22 @@ def _convert(model_dir: Path) -> tokenizers.Tokenizer:
             hint="copy tokenizer.json from the model's repository into the folder",
         ) from error
     return tokenizers.Tokenizer.from_str(backend.to_str())
+
+
+def _rebuild_llama(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> None:
+    """Give a Llama 1 or 2 tokenizer the pipeline that transformers' LlamaTokenizer builds in code.
+
+    Only vocabulary and merges are taken from tokenizer.json then; the file often says to put a space after every
+    special token, which the models never saw. Tokenizers over bytes (Llama 3's kind) stay as they are.
+    """
+    if "ByteLevel" in str(backend.pre_tokenizer):
+        return
+    add_prefix_space = settings.get("add_prefix_space") is not False
+    scheme = "never" if not add_prefix_space else "always" if settings.get("legacy") else "first"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if add_prefix_space else []))
 
 
 def _content(token: object) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from longbatch.device import DeviceInfo
 from longbatch.errors import RowError
 from longbatch.plan import Plan
+from longbatch.report.console import plain_table, standard_output
 from longbatch.report.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -91,10 +92,7 @@ class PlanView:
 
 def print_plan(view: PlanView) -> None:
     """Print a plan on standard output."""
-    from rich.console import Console
-
-    # Lines are not cut or wrapped when they go to a file or a pipe.
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = standard_output()
     console.print(_facts(view))
     if view.plan.totals.num_rows:
         _section(console, "prompt lengths", _histogram(view.plan, ascii_only=not _can_draw(console)))
@@ -116,7 +114,7 @@ def _facts(view: PlanView) -> Table:
         rows.append(f"{view.num_finished:,} are finished")
     if view.refusals.num_rows:
         rows.append(f"{view.refusals.num_rows:,} cannot run")
-    table = _table("", "")
+    table = plain_table("", "")
     table.add_row("model", f"{view.model}, {view.dtype}")
     table.add_row("device", view.device.name)
     table.add_row("rows", ", ".join(rows))
@@ -134,7 +132,7 @@ def _facts(view: PlanView) -> Table:
 
 
 def _histogram(plan: Plan, *, ascii_only: bool) -> Table:
-    table = _table("tokens", ">rows", ">tokens in them", "")
+    table = plain_table("tokens", ">rows", ">tokens in them", "")
     buckets = plan.histogram
     most = max(bucket.num_tokens for bucket in buckets)
     for bucket in buckets:
@@ -146,7 +144,7 @@ def _histogram(plan: Plan, *, ascii_only: bool) -> Table:
 
 def _memory(plan: Plan) -> Table:
     budget = plan.budget
-    table = _table("", ">", "")
+    table = plain_table("", ">", "")
     notes = {"K/V pages": f"{budget.kv_tokens:,} tokens", "wave": f"{budget.wave_tokens:,} tokens"}
     for name, num_bytes in budget.parts:
         table.add_row(name, bytes_text(num_bytes), notes.get(name, ""))
@@ -155,7 +153,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _waves(plan: Plan) -> Table:
-    table = _table(">wave", ">rows", ">tokens", ">longest", ">prefill")
+    table = plain_table(">wave", ">rows", ">tokens", ">longest", ">prefill")
     waves = plan.waves
     for wave in waves[:NUM_WAVES]:
         longest = max(size.prompt for size in wave.rows)
@@ -179,17 +177,6 @@ def _refusal_lines(refusals: Refusals) -> Iterable[str]:
 def _section(console: Console, title: str, table: Table) -> None:
     console.print(f"\n{title}", style="bold")
     console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    """A table without lines; a leading > in a heading puts the column's values to the right."""
-    from rich.table import Table
-
-    named = any(column.strip(">") for column in columns)
-    table = Table(box=None, show_header=named, pad_edge=True, padding=(0, 2), header_style="")
-    for column in columns:
-        table.add_column(column.strip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
-    return table
 
 
 def _can_draw(console: Console) -> bool:

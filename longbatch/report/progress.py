@@ -154,9 +154,13 @@ class Progress:
 
     def _fraction(self) -> float:
         last = self._samples[-1]
-        if self.total_tokens > 0:
-            return min(last.tokens_done / self.total_tokens, 1.0)
-        return min(last.rows_done / self.total_rows, 1.0) if self.total_rows else 1.0
+        if last.rows_done >= self.total_rows:
+            return 1.0
+        done, total = last.tokens_done, self.total_tokens
+        if total == 0:
+            done, total = last.rows_done, self.total_rows
+        # All tokens may be read while answers are still being written.
+        return min(done / total, 0.999)
 
     def _line_due(self, now: float) -> bool:
         return now - self._line_seconds >= LINE_SECONDS and self._fraction() - self._line_fraction >= LINE_FRACTION

@@ -70,7 +70,7 @@ def _work(job: Job, folder: RunFolder, left: Remaining, stop: StopRequest) -> Wo
         if not totals.num_rows or stop.requested:
             return Work()
         engine = make_engine(job, left)
-        ready = time.monotonic()
+        ready, ready_at = time.monotonic(), time.time()
         progress.start(left.num_finished + len(left.failed), len(left.failed))
         rows = failed = generated = 0
 
@@ -100,9 +100,12 @@ def _work(job: Job, folder: RunFolder, left: Remaining, stop: StopRequest) -> Wo
             rows,
             counters.prefill_tokens,
             generated,
+            ready_at=ready_at,
             startup_seconds=ready - begin,
             seconds=time.monotonic() - ready,
             busy_seconds=counters.busy_seconds,
+            prefill_seconds=counters.prefill_seconds,
+            decode_seconds=counters.decode_seconds,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,18 @@ from longbatch.run.planning import index_path
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What this process did: rows and tokens, and the seconds it took, start-up apart."""
+    """What this process did: rows and tokens, and the seconds it took, start-up apart. ready_at: the wall clock (Unix
+    time) when the first wave could begin; 0.0 where none did."""
 
     rows: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    ready_at: float = 0.0
     startup_seconds: float = 0.0
     seconds: float = 0.0
     busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 def exit_code(settings: Settings, summary: MergeSummary) -> ExitCode:
@@ -75,14 +79,7 @@ def summary_json(folder: RunFolder, summary: MergeSummary, work: Work) -> dict[s
         "errors": {kind: count for kind, count in summary.counts.items() if kind != "ok"},
         "missing": summary.num_missing,
         "results": [str(folder.results / name) for name in summary.files],
-        "run": {
-            "rows": work.rows,
-            "prompt_tokens": work.prompt_tokens,
-            "generated_tokens": work.generated_tokens,
-            "startup_seconds": work.startup_seconds,
-            "seconds": work.seconds,
-            "busy_seconds": work.busy_seconds,
-        },
+        "run": asdict(work),
     }
 
 

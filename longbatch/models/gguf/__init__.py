@@ -7,6 +7,7 @@ weights.py and tokenizer.py write the parts, worker.py puts them together in the
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -123,5 +124,7 @@ def _publish(partial: Path, folder: Path, overwrite: bool) -> None:
     except OSError as error:
         if aside.exists():
             os.rename(aside, folder)
-        raise UsageError(f"{folder} was made by another process meanwhile") from error
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise UsageError(f"{folder} was made by another process meanwhile") from error
+        raise DiskError(f"cannot move the model to {folder}: {error.strerror}") from error
     shutil.rmtree(aside, ignore_errors=True)

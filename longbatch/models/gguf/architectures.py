@@ -51,6 +51,8 @@ def dimensions(gguf: GgufFile) -> dict[str, int]:
     head = gguf.size(f"{name}.attention.key_length", _default_head_size(gguf, hidden, heads))
     if gguf.size(f"{name}.attention.value_length", head) != head:
         raise GgufError("its keys and values differ in size, which none of our decoders has")
+    if head % 2:
+        raise GgufError(f"its head size {head} is odd, which RoPE does not allow")
     mlp = gguf.size(f"{name}.feed_forward_length", 1)
     return {
         "layers": gguf.size(f"{name}.block_count"),

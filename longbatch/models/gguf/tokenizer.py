@@ -15,6 +15,8 @@ from tokenizers.models import BPE
 
 from longbatch.models.gguf.reader import GgufError, GgufFile
 
+# The longest known are runs of some hundred spaces; finding the merges of a token takes the square of its length.
+_MAX_TOKEN = 1024
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 
 _SPECIAL_TOKENS = {
@@ -66,6 +68,8 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> dict[str, Any]:
     tokens = gguf.array("tokenizer.ggml.tokens", str)
     if len(set(tokens)) < len(tokens):
         raise GgufError("its vocabulary holds the same token twice")
+    if any(len(token) > _MAX_TOKEN for token in tokens):
+        raise GgufError(f"its vocabulary holds a token of more than {_MAX_TOKEN} characters: it is damaged")
     types = _token_types(gguf, len(tokens))
     model = gguf.text("tokenizer.ggml.model")
     if model == "gpt2":

@@ -79,9 +79,8 @@ def outputs(gguf: GgufFile, sizes: dict[str, int]) -> list[Output]:
 
 def _some(noun: str, names: list[str]) -> str:
     shown = ", ".join(name[:80] for name in names[:5])
-    return f"the {noun}{'s' if len(names) > 1 else ''} {shown}" + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"the {noun}{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
 def _edited(gguf: GgufFile, weight: Weight, head: int) -> list[Output]:
