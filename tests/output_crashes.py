@@ -2,7 +2,7 @@
 
 The driver imports everything once and forks a child for each life of the job. A child opens the run folder,
 publishes what dead lives left, writes what is missing, and merges. It dies by SIGKILL, either from outside
-after a random time, or by its own hand just before or after the n-th file operation. After each death what
+after a random time, or by its own hand just before the n-th file operation. After each death what
 was flushed must still be there, and results that call themselves complete must be.
 
     python output_crashes.py FOLDER random SEED KILLS
@@ -32,7 +32,7 @@ from longbatch.core import Request
 from longbatch.output import KeyTable, ResultWriter, RowState, RunFolder, merge, recover, scan
 from longbatch.output import rolling as output_rolling
 
-NUM_ROWS = 500
+NUM_ROWS = 300
 # What changes the disk, and where a kill may leave things half done.
 FLUSHED = mmap.mmap(-1, 8)  # shared with the children: how many answers are known to be on the disk
 OPERATIONS = ("link", "unlink", "rename", "replace", "fsync", "mkdir", "ftruncate")
@@ -44,7 +44,7 @@ def requests() -> list[Request]:
 
 def live(path: Path, pause: float) -> None:
     """One life of the job, from wherever the last one ended."""
-    output_rolling.PART_BYTES = 60_000
+    output_rolling.PART_BYTES = 60_000  # about two flushes
     folder = make_folder(path)
     recover(folder)
     wanted = requests()
@@ -54,7 +54,7 @@ def live(path: Path, pause: float) -> None:
                 continue
             failed = match.source.row % 11 == 3
             writer.append(make_failure(match.source) if failed else make_result(match.source))
-            if match.source.row % 100 == 99:
+            if match.source.row % 60 == 59:
                 writer.flush()
                 set_flushed(match.source.row + 1)  # rows are written in order, so all before it are done too
             if pause and match.source.row % 16 == 0:
@@ -152,20 +152,16 @@ def kill_at_random(path: Path, seed: int, num_kills: int) -> None:
     sys.stdout.write(f"seed {seed}: {killed} kills\n")
 
 
-def die_at(number: int, after: bool) -> list[str]:
-    """Kill this process at its n-th file operation; returns the list to which each operation's name is added."""
+def die_before(number: int) -> list[str]:
+    """Kill this process before its n-th file operation; returns the list to which the operations' names are added."""
     names: list[str] = []
 
     def wrap(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             names.append(name)
-            mine = len(names) == number
-            if mine and not after:
+            if len(names) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = operation(*args, **kwargs)
-            if mine:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            return operation(*args, **kwargs)
 
         return replaced
 
@@ -178,7 +174,7 @@ def die_at(number: int, after: bool) -> list[str]:
 
 def kill_at_every_point(path: Path) -> None:
     def counted() -> None:
-        names = die_at(0, after=False)
+        names = die_before(0)
         live(path, pause=0)
         (path / "operations").write_text("\n".join(names))
 
@@ -187,17 +183,16 @@ def kill_at_every_point(path: Path) -> None:
     operations = (path / "operations").read_text().splitlines()
     killed = 0
     for number in range(1, len(operations) + 1):
-        for after in (False, True):
-            start_over(path)
+        start_over(path)
 
-            def doomed(number: int = number, after: bool = after) -> None:
-                die_at(number, after)
-                live(path, pause=0)
+        def doomed(number: int = number) -> None:
+            die_before(number)
+            live(path, pause=0)
 
-            killed += not wait(fork(doomed))
-            check_after_death(path)
-            assert wait(fork(lambda: live(path, pause=0)))
-            check(path)
+        killed += not wait(fork(doomed))
+        check_after_death(path)
+        assert wait(fork(lambda: live(path, pause=0)))
+        check(path)
     sys.stdout.write(f"{killed} kills at {len(operations)} operations: {sorted(set(operations))}\n")
 
 

@@ -21,9 +21,7 @@ def test_kills_at_random_times(tmp_path: Path, root: Path, uninstalled_environme
     assert f"seed {seed}: 40 kills" in drive(tmp_path, root, uninstalled_environment, "random", str(seed), "40")
 
 
-def test_kills_before_and_after_every_file_operation(
-    tmp_path: Path, root: Path, uninstalled_environment: dict[str, str]
-) -> None:
+def test_kills_before_every_file_operation(tmp_path: Path, root: Path, uninstalled_environment: dict[str, str]) -> None:
     output = drive(tmp_path, root, uninstalled_environment, "points")
     found = re.fullmatch(r"(\d+) kills at (\d+) operations: .*'journal write'.*'link'.*'rename'.*\n", output)
     assert found is not None

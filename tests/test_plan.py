@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from longbatch.core import RowSize
 from longbatch.device import Rates
-from longbatch.errors import DiskError, UsageError
 from longbatch.models.spec import LayerSpec, ModelSpec, RopeSpec
 from longbatch.plan import Budget, CostModel, Plan, make_plan
 
@@ -181,74 +177,6 @@ def test_histogram() -> None:
     filled = [(b.low, b.high, b.num_rows, b.num_tokens) for b in buckets if b.num_rows]
     assert filled == [(1, 1, 1, 1), (2, 3, 2, 5), (4, 7, 1, 4), (512, 1023, 2, 1900), (2048, 4095, 1, 4000)]
     assert all(second.low == first.high + 1 for first, second in pairwise(buckets))
-
-
-# ---------------------------------------------------------------------------------------------- the file
-
-
-def stored(tmp_path: Path) -> tuple[Plan, Path]:
-    rows = [*sizes(*range(1, 400)), RowSize(400, 2, 5000, 7, 3)]
-    budget = replace(BUDGET, parts=(("weights", 5), ("reserve", 7)), memory_bytes=99)
-    plan = make_plan(rows, SPEC, budget, COST, identity={"model": "abc"})
-    path = tmp_path / "plan.parquet"
-    plan.save(path)
-    return plan, path
-
-
-def test_a_stored_plan_comes_back(tmp_path: Path) -> None:
-    plan, path = stored(tmp_path)
-    again = Plan.load(path)
-    assert list(again.waves) == list(plan.waves)
-    assert (again.budget, again.totals, again.identity) == (plan.budget, plan.totals, {"model": "abc"})
-    assert again.histogram == plan.histogram
-    ((size, error),) = again.refused
-    assert size == RowSize(400, 2, 5000, 7, 3)
-    assert (error.type, error.message, error.field) == (
-        plan.refused[0][1].type,
-        plan.refused[0][1].message,
-        plan.refused[0][1].field,
-    )
-    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.parquet"]
-
-
-def test_an_empty_plan_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "plan.parquet"
-    plan_of([]).save(path)
-    assert list(Plan.load(path).waves) == []
-
-
-def test_the_file_is_a_table_that_others_can_read(tmp_path: Path) -> None:
-    plan, path = stored(tmp_path)
-    table = pq.read_table(path).to_pandas()
-    assert table["prompt"].sum() == plan.totals.prompt_tokens + 5000
-    assert table["wave"].max() == len(plan.waves) - 1
-    assert table["error_type"].dropna().tolist() == ["does_not_fit"]
-
-
-@pytest.mark.parametrize("kept", [0, 4, 100, 0.5, 0.99])
-def test_a_torn_file(tmp_path: Path, kept: float) -> None:
-    _, path = stored(tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(kept if kept > 1 else kept * len(content))])
-    with pytest.raises(UsageError, match="not a readable plan"):
-        Plan.load(path)
-
-
-def test_other_files(tmp_path: Path) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(UsageError, match="no plan"):
-        Plan.load(path)
-    pq.write_table(pa.table({"row": [1]}), path)
-    with pytest.raises(UsageError, match="not a readable plan"):
-        Plan.load(path)
-    pq.write_table(pa.table({"row": [1]}, metadata={"longbatch.plan": '{"version": 99}'}), path)
-    with pytest.raises(UsageError, match="another version"):
-        Plan.load(path)
-
-
-def test_an_unwritable_place(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="cannot write"):
-        plan_of(sizes(1)).save(tmp_path / "missing" / "plan.parquet")
 
 
 # ---------------------------------------------------------------------------------------------- scale

@@ -54,9 +54,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if bias is not None:
         bias = _aligned(bias).expand(1, q.shape[1], -1, -1)
-    out, lse = aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, 0.0, causal, scale=scale
-    )[:2]
+    out, lse = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)[:2]
     return State(out[0].transpose(0, 1), lse[0, :, : q.shape[0]])
 
 

@@ -146,7 +146,7 @@ def compare(command: CommandRun, rivals: dict[int, Answers]) -> list[Measurement
         rows.append(
             Measurement(f"transformers, batch {size}", "throughput", answers.rate, "tokens/s", None, None, checked)
         )
-    tokens = [[entry["token"] for entry in row["logprobs"] or []] for row in command.results]
+    tokens = [[entry["id"] for entry in row["logprobs"] or []] for row in command.results]
     num_equal = equal(tokens)
     against, best, checked = f"transformers, batch {fastest}", rivals[fastest].rate, num_equal == num_rows
     rate = command.tokens / command.work["seconds"]

@@ -9,53 +9,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from longbatch.cache import PAGE_TOKENS, KVCache
 from longbatch.core import Prompt, Request, Result, TokenLogprob
 from longbatch.engine.decode import DecodeBatch
-from longbatch.engine.jobs import Owner, conclude, family_of, nonfinite, open_sequence, shared_family
+from longbatch.engine.faults import nonfinite, require_device, row_error
+from longbatch.engine.jobs import Owner, conclude, family_of, open_sequence, shared_family
+from longbatch.engine.limits import Counters, EngineLimits
 from longbatch.engine.packing import Family, pack
 from longbatch.engine.prefill import prefill
 from longbatch.engine.readout import LOGIT_TILE, LastReader, Reader, deliver
 from longbatch.engine.sampler import Choice, Draw, sample
 from longbatch.engine.sequence import Sequence
 from longbatch.engine.sharing import group
-from longbatch.errors import DeviceError, RowError
+from longbatch.errors import RowError
 from longbatch.models.decoder import Decoder
 from longbatch.prompt import Tokenizer
 from longbatch.prompt.reasoning import split_reasoning
 
 Row = tuple[Request, Prompt]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """step_tokens: most tokens in one prefill step. tile_rows: rows per tile of a layer. decode_rows: most sequences
-    decoded together. max_tokens: answers of rows that set no limit. run_seed: seed of rows that set none."""
-
-    step_tokens: int
-    tile_rows: int
-    decode_rows: int
-    max_tokens: int
-    run_seed: int = 0
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals so far. busy_seconds: wall time in which the device worked for rows; failed attempts do not count."""
-
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def busy_seconds(self) -> float:
-        return self.prefill_seconds + self.decode_seconds
 
 
 class _StoppedError(Exception):
@@ -123,16 +98,7 @@ class Engine:
         return len(self._batch) + len(self._parked)
 
     def _open(self, request: Request, prompt: Prompt) -> Sequence:
-        limits = self.limits
-        return open_sequence(
-            request,
-            prompt,
-            self.tokenizer,
-            eos_ids=self._eos,
-            run_seed=limits.run_seed,
-            max_tokens=limits.max_tokens,
-            step_tokens=limits.step_tokens,
-        )
+        return open_sequence(request, prompt, self.tokenizer, self.limits, self._eos)
 
     def _ask(self) -> None:
         """Called before every step."""
@@ -211,7 +177,7 @@ class Engine:
                 self._release(sequence)
             if not isinstance(fault, (RuntimeError, MemoryError)):
                 raise
-            _require_device(fault)
+            require_device(fault)
             return [self._failed(sequences[0], fault)] if len(sequences) == 1 else None
 
     def _reopened(self, sequence: Sequence) -> Sequence:
@@ -324,7 +290,7 @@ class Engine:
         try:
             choice = self._choose(sequences, batch.forward())
         except (RuntimeError, MemoryError) as fault:
-            _require_device(fault)
+            require_device(fault)
             return self._retreat(fault)
         live = self._record(sequences, choice)
         batch.feed(choice.tokens)
@@ -353,7 +319,7 @@ class Engine:
     def _failed(self, sequence: Sequence, fault: BaseException) -> Result:
         """The error row of a row that failed alone."""
         _log.error("row %d failed alone", sequence.request.row, exc_info=fault)
-        sequence.fail(_row_error(fault))
+        sequence.fail(row_error(fault))
         sequence.stamp(time.monotonic())
         self._release(sequence)
         return sequence.result
@@ -406,18 +372,3 @@ class Engine:
                 result.logprobs = sequence.scored
         result.usage.completion_tokens = stop.num_tokens
         self._release(sequence)
-
-
-def _require_device(fault: BaseException) -> None:
-    """Raise DeviceError where the device itself failed: every later step would fail too, whatever its rows."""
-    if isinstance(fault, torch.AcceleratorError):
-        raise DeviceError(f"the device failed: {fault}", hint="run the same command again to continue") from fault
-
-
-def _row_error(fault: BaseException) -> RowError:
-    """What a failed step means for the row that it ran alone."""
-    # PyTorch has no exception class for the host's memory.
-    host = isinstance(fault, RuntimeError) and "DefaultCPUAllocator" in str(fault)
-    if host or isinstance(fault, (torch.OutOfMemoryError, MemoryError)):
-        return RowError("out_of_memory", "the device ran out of memory for this row alone; shorten it or use --dtype")
-    return RowError("internal", f"{type(fault).__name__} in the model's forward; the log has the details")

@@ -10,12 +10,13 @@ import torch
 
 from longbatch.cache.pages import PAGE_TOKENS, PagePool, pages_for
 from longbatch.core import Prompt, Request, Result, TokenLogprob
+from longbatch.engine.faults import nonfinite
+from longbatch.engine.limits import EngineLimits
 from longbatch.engine.packing import Branch, Family
 from longbatch.engine.readout import LastReader, MeanReader, Reader, ScoreReader, Scores
 from longbatch.engine.sampler import row_seed
 from longbatch.engine.sequence import Sequence
 from longbatch.engine.stopping import StopRule
-from longbatch.errors import RowError
 from longbatch.models.decoder import Decoder
 from longbatch.prompt import Tokenizer
 
@@ -29,27 +30,20 @@ class Owner:
 
 
 def open_sequence(
-    request: Request,
-    prompt: Prompt,
-    tokenizer: Tokenizer,
-    *,
-    eos_ids: frozenset[int],
-    run_seed: int,
-    max_tokens: int,
-    step_tokens: int,
+    request: Request, prompt: Prompt, tokenizer: Tokenizer, limits: EngineLimits, eos_ids: frozenset[int]
 ) -> Sequence:
-    """The engine's state for one row. max_tokens: for rows that set none. step_tokens: most tokens of a step."""
-    seed = row_seed(run_seed, request.key, request.sampling)
+    """The engine's state for one row."""
+    seed = row_seed(limits.run_seed, request.key, request.sampling)
     sequence = Sequence(request, prompt, Result(request.key, request.row), seed)
     result, sampling = sequence.result, request.sampling
     result.carried, result.fingerprint = request.carried, request.fingerprint
     result.usage.prompt_tokens = len(prompt.ids)
     if request.task.decodes:
-        sequence.max_tokens = max_tokens if sampling.max_tokens is None else sampling.max_tokens
+        sequence.max_tokens = limits.max_tokens if sampling.max_tokens is None else sampling.max_tokens
         ids = eos_ids | frozenset(sampling.stop_token_ids)
         sequence.stop = StopRule(ids, sampling.stop, sequence.max_tokens, tokenizer)
     sequence.num_tokens = _num_tokens(sequence)
-    sequence.chunked = sequence.num_tokens > step_tokens
+    sequence.chunked = sequence.num_tokens > limits.step_tokens
     sequence.num_pages = _num_pages(sequence)
     return sequence
 
@@ -195,11 +189,3 @@ def _embedding(reader: Reader, model: Decoder) -> np.ndarray:
         assert reader.hidden is not None
         vector = model.final_norm(reader.hidden)[0].float()
     return torch.nn.functional.normalize(vector, dim=0).cpu().numpy()
-
-
-def nonfinite() -> RowError:
-    """The error of a row whose numbers cannot be used."""
-    return RowError(
-        "nonfinite_logits",
-        "the model gave NaN or infinite values for this row; try --dtype float32, or check the weights",
-    )

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from longbatch.attention import Extent, Segment, Step
-from longbatch.cache.pages import PAGE_TOKENS
 from longbatch.cache.kv import slots_of
+from longbatch.cache.pages import PAGE_TOKENS
 
 Owner = TypeVar("Owner")
 
@@ -119,9 +119,7 @@ def _runs(families: Sequence[Family[Owner]]) -> Iterator[_Run[Owner]]:
             yield _Run(branch.ids, len(family.trunk), branch.pages, branch, branch.rope_length, trunk)
 
 
-def _build(
-    pending: list[tuple[_Run[Owner], int, int]], tile_rows: int, device: torch.device
-) -> PackedStep[Owner]:
+def _build(pending: list[tuple[_Run[Owner], int, int]], tile_rows: int, device: torch.device) -> PackedStep[Owner]:
     """One step of the pending parts; their runs then know these tokens as lying in pages."""
     segments: list[Segment] = []
     reads: list[tuple[Branch[Owner], int, int]] = []

@@ -95,9 +95,7 @@ def _store(cache: KVCache, index: int, step: Step, k: Tensor, v: Tensor) -> None
         cache.write(index, step.slots, k if rows is None else k[rows], v if rows is None else v[rows])
 
 
-def _attend_tile(
-    layer: Layer, index: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, tile: Tile
-) -> Tensor:
+def _attend_tile(layer: Layer, index: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, tile: Tile) -> Tensor:
     """Attention of a tile's queries [n, H, D], piece by piece."""
 
     def read(extent: Extent, start: int, stop: int) -> tuple[Tensor, Tensor]:

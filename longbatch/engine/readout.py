@@ -69,7 +69,7 @@ class MeanReader:
 
     def take(self, hidden: Tensor) -> None:
         """Receive hidden states [n, hidden] of the next positions."""
-        for part in hidden.split(MEAN_TILE):
+        for part in torch.split(hidden, MEAN_TILE):
             summed = self.model.final_norm(part).float().sum(0)
             self.total = summed if self.total is None else self.total + summed
         self.count += len(hidden)

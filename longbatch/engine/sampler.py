@@ -18,6 +18,11 @@ from torch import Tensor
 
 from longbatch.core import RowKey, Sampling
 
+# Rows are sorted together up to this many logits at once.
+SORT_TILE = 1 << 24
+# Logits divided by a lower temperature could overflow; the most likely token is certain long before.
+COLDEST = 1e-6
+
 
 def row_seed(run_seed: int, key: RowKey, sampling: Sampling) -> int:
     """The row's 64-bit seed: hash of the row's own seed, or of the run's seed and the row's key; and the sample."""
@@ -34,8 +39,8 @@ def uniform(seed: int, step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row needs for its next token. seen: int64 ids of prompt and answer so far, where the repetition
-    penalty asks for them."""
+    """What one row needs for its next token. seen: bool [vocab], the tokens of prompt and answer so far, where the
+    repetition penalty asks for them."""
 
     sampling: Sampling
     seed: int
@@ -60,22 +65,25 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Choice:
     tokens = adjusted.argmax(-1)
     finite = torch.isfinite(adjusted.gather(1, tokens[:, None])[:, 0]).tolist()
     warm = [b for b, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[b]]
-    if warm:
-        index = torch.tensor(warm, device=logits.device)
-        tokens[index] = _drawn(adjusted[index], [draws[b] for b in warm])
+    rows = max(1, SORT_TILE // logits.shape[1])
+    for low in range(0, len(warm), rows):
+        part = warm[low : low + rows]
+        index = torch.tensor(part, device=logits.device)
+        tokens[index] = _drawn(adjusted[index], [draws[b] for b in part])
     return Choice(tokens, finite, _logprobs(logits, tokens, draws))
 
 
 def _penalized(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Seen tokens' logits divided by the penalty when positive, multiplied when negative (arXiv 1909.05858)."""
-    if all(draw.seen is None for draw in draws):
+    penalized = [(b, draw) for b, draw in enumerate(draws) if draw.seen is not None]
+    if not penalized:
         return logits
     adjusted = logits.clone()
-    for b, draw in enumerate(draws):
-        if draw.seen is not None:
-            penalty = draw.sampling.repetition_penalty
-            values = adjusted[b, draw.seen]
-            adjusted[b, draw.seen] = torch.where(values > 0, values / penalty, values * penalty)
+    for b, draw in penalized:
+        assert draw.seen is not None
+        values, penalty = logits[b], draw.sampling.repetition_penalty
+        lowered = torch.where(values > 0, values / penalty, values * penalty)
+        torch.where(draw.seen, lowered, values, out=adjusted[b])
     return adjusted
 
 
@@ -86,7 +94,7 @@ def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
-    temperature = column([draw.sampling.temperature for draw in draws])
+    temperature = column([max(draw.sampling.temperature, COLDEST) for draw in draws])
     probabilities, order = torch.softmax(logits / temperature, -1).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=device)
     top_k = column([float(draw.sampling.top_k or vocab) for draw in draws])
@@ -115,7 +123,7 @@ def _logprobs(
     values = torch.log_softmax(logits[index], -1)
     chosen = values.gather(1, tokens[index][:, None])[:, 0].tolist()
     width = max(draws[b].sampling.logprobs or 0 for b in asking)
-    top = values.topk(width, -1)
+    top = values.topk(min(width, values.shape[1]), -1)
     for i, b in enumerate(asking):
         count = draws[b].sampling.logprobs or 0
         ids, scores = top.indices[i, :count].tolist(), top.values[i, :count].tolist()

@@ -16,9 +16,9 @@ from longbatch.errors import RowError
 class Sequence:
     """A request that runs.
 
-    seed: of its draws. max_tokens: most that it may sample. stop: present when the task decodes. num_tokens: tokens
-    that its prefill runs; chunked: whether they need more than one step. num_pages: pages that it asks for; pages:
-    block table, while held. seen: bool [vocab], tokens of prompt and answer, where the repetition penalty asks.
+    seed: of its draws. max_tokens: most that it may sample. stop: present when the task decodes. pages: block table,
+    while held; num_pages: pages that it asks for. num_tokens: tokens that its prefill runs; chunked: whether they
+    need more than one step. seen: bool [vocab], tokens of prompt and answer, where the repetition penalty asks.
     started, decode_started: monotonic times of its first work and of its first token. scored: log-probabilities of
     its answer's tokens.
     """
@@ -29,10 +29,10 @@ class Sequence:
     seed: int
     max_tokens: int = 0
     stop: StopRule | None = None
+    pages: np.ndarray | None = None
+    num_pages: int = 0
     num_tokens: int = 0
     chunked: bool = False
-    num_pages: int = 0
-    pages: np.ndarray | None = None
     seen: Tensor | None = None
     started: float = 0.0
     decode_started: float | None = None

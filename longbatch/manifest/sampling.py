@@ -48,18 +48,28 @@ _READERS: dict[str, Callable[[Any, str], Any]] = {
 }
 _ALIASES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
-SAMPLING_NAMES = frozenset(_READERS) | frozenset(_ALIASES)
+SAMPLING_NAMES = frozenset(_READERS) | frozenset(_ALIASES) | {"top_logprobs"}
 
 
 def read_sampling(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The fields of `Sampling` that `values` sets. Raises RowError; two names that disagree are ambiguous."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if value is None or name not in SAMPLING_NAMES:
+        if value is None or name not in SAMPLING_NAMES or name == "top_logprobs":
             continue
         target = _ALIASES.get(name, name)
         merge_sampling(found, {target: _READERS[target](value, prefix + name)}, prefix)
+    if values.get("top_logprobs") is not None:
+        _count_alternatives(found, values, prefix)
     return found
+
+
+def _count_alternatives(found: dict[str, Any], values: Mapping[str, Any], prefix: str) -> None:
+    """OpenAI's pair: `logprobs` switches log-probabilities on, `top_logprobs` counts the alternatives."""
+    count = fields.integer(values["top_logprobs"], prefix + "top_logprobs", 0, MOST_LOGPROBS)
+    if found.get("logprobs") is None:
+        raise RowError("invalid_value", "needs logprobs to be true", field=prefix + "top_logprobs")
+    found["logprobs"] = max(count, found["logprobs"])
 
 
 def merge_sampling(into: dict[str, Any], more: Mapping[str, Any], prefix: str = "") -> None:

@@ -6,8 +6,7 @@ A million rows stay small: they are kept as columns, and a wave's `RowSize`s are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
@@ -75,8 +74,7 @@ class Plan:
     """Ordered waves, and the rows that cannot run with the reason.
 
     table: the rows in running order, ROW_DTYPE [rows]. bounds: int64 [waves + 1], where each wave starts in it.
-    wave_seconds: float64 [waves]. identity: what the plan was made for, as the caller names it (manifest, model,
-    settings), so that a stored plan is only used where it fits.
+    wave_seconds: float64 [waves].
     """
 
     table: np.ndarray
@@ -85,7 +83,6 @@ class Plan:
     refused: list[tuple[RowSize, RowError]]
     budget: Budget
     totals: Totals
-    identity: dict[str, str] = field(default_factory=dict)
 
     @property
     def waves(self) -> Sequence[Wave]:
@@ -96,19 +93,6 @@ class Plan:
     def histogram(self) -> tuple[Bucket, ...]:
         """Prompt lengths by powers of two, without gaps."""
         return _histogram(self.table["prompt"])
-
-    def save(self, path: Path) -> None:
-        """Write the plan as one Parquet file. Raises DiskError."""
-        from longbatch.plan.file import save_plan
-
-        save_plan(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Plan:
-        """Read a stored plan. Raises UsageError where the file is missing, damaged, or of another version."""
-        from longbatch.plan.file import load_plan
-
-        return load_plan(path)
 
 
 class _Waves(Sequence[Wave]):
@@ -145,7 +129,6 @@ def make_plan(
     cost: CostModel,
     *,
     max_wave_seconds: float = 300.0,
-    identity: dict[str, str] | None = None,
 ) -> Plan:
     """Sort rows by length and cut them into waves of at most budget.wave_tokens tokens and max_wave_seconds.
 
@@ -174,7 +157,7 @@ def make_plan(
         prefill_seconds=float(ends[-1]),
         decode_seconds=cost.decode(table["prompt"], table["generated"], budget.kv_tokens),
     )
-    return Plan(table, bounds, np.diff(ends), refused, budget, totals, identity or {})
+    return Plan(table, bounds, np.diff(ends), refused, budget, totals)
 
 
 def _cache_tokens(table: np.ndarray, wave_tokens: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from longbatch.report.progress import Progress
 from longbatch.run.feed import Feed
 from longbatch.run.finish import Work, exit_code, print_json, summary_json, summary_lines
 from longbatch.run.index import RowIndex
-from longbatch.run.job import DTYPE_BYTES, Job, say_on_stderr
+from longbatch.run.job import Job, say_on_stderr
 from longbatch.run.planning import Remaining, get_index, index_path, remaining
 from longbatch.run.stopping import StopRequest
 

@@ -67,9 +67,7 @@ class Feed:
         answers = self._job.manifest.read(index.location(entry), row)
         return answers[sample] if sample < len(answers) else answers[0]
 
-    def _read(
-        self, wave: Wave
-    ) -> tuple[list[tuple[Request, Prompt]], dict[RowKey, Loaded], list[Result]]:
+    def _read(self, wave: Wave) -> tuple[list[tuple[Request, Prompt]], dict[RowKey, Loaded], list[Result]]:
         rows: list[tuple[Request, Prompt]] = []
         loaded: dict[RowKey, Loaded] = {}
         failures: list[Result] = []

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from longbatch.output.files import disk_errors
 from longbatch.prompt import PromptBuilder
 
 VERSION = 1
-CHUNK_ROWS = 4096
+BLOCK_ROWS = 1 << 16
 _METADATA_KEY = b"longbatch.index"
 _DTYPE = np.dtype(
     [
@@ -89,23 +88,31 @@ class RowIndex:
         return np.flatnonzero(able)
 
     @classmethod
-    def build(
-        cls, manifest: Manifest, builder: PromptBuilder, identity: str, progress: Callable[[int], None]
-    ) -> RowIndex:
+    def build(cls, manifest: Manifest, builder: PromptBuilder, identity: str) -> RowIndex:
         """Read and count the whole manifest; constant memory but for the index itself."""
-        entries: list[np.ndarray] = []
+        blocks: list[np.ndarray] = []
+        pending: list[tuple[int, ...]] = []
         errors: dict[int, RowError] = {}
+        base = 0
 
         def counted() -> Iterator[Request | Fault]:
-            base = 0
-            for answers in _chunks(manifest.rows()):
-                entries.append(_measure(answers, builder, base, errors))
-                base += len(answers)
-                yield from answers
-                progress(base)
+            nonlocal base
+            for answer, size in builder.stream_sizes(manifest.rows()):
+                if isinstance(size, RowError):
+                    errors[base + len(pending)] = size
+                    lengths = (0, 0, 0)
+                else:
+                    lengths = (size.prompt, size.generated, size.branch_tokens)
+                pending.append((*answer.location, *lengths))
+                if len(pending) == BLOCK_ROWS:
+                    blocks.append(np.array(pending, dtype=_DTYPE))
+                    base += len(pending)
+                    pending.clear()
+                yield answer
 
         keys = KeyTable.of(counted())
-        return cls(keys, np.concatenate(entries), errors, identity)
+        blocks.append(np.array(pending, dtype=_DTYPE))
+        return cls(keys, np.concatenate(blocks), errors, identity)
 
     def save(self, path: Path) -> None:
         """Write the index as one Parquet file, replacing an older one in one step. Raises DiskError."""
@@ -148,33 +155,3 @@ class RowIndex:
         answers = np.frombuffer(stored.buffers()[1], dtype="S32")[stored.offset :][: len(stored)]
         keys = KeyTable(answers, table["row"].to_numpy(), table["sample"].to_numpy())
         return cls(keys, entries, errors, facts["identity"])
-
-
-def _chunks(rows: Iterator[Request | Fault]) -> Iterator[list[Request | Fault]]:
-    while chunk := list(islice(rows, CHUNK_ROWS)):
-        yield chunk
-
-
-def _measure(
-    answers: list[Request | Fault], builder: PromptBuilder, base: int, errors: dict[int, RowError]
-) -> np.ndarray:
-    """Locations and sizes of consecutive rows; those that cannot run are noted in `errors`."""
-    found = np.zeros(len(answers), dtype=_DTYPE)
-    found["source"] = [answer.location.source for answer in answers]
-    found["offset"] = [answer.location.offset for answer in answers]
-    found["length"] = [answer.location.length for answer in answers]
-    able: list[int] = []
-    requests: list[Request] = []
-    for i, answer in enumerate(answers):
-        if isinstance(answer, Fault):
-            errors[base + i] = answer.error
-        else:
-            able.append(i)
-            requests.append(answer)
-    sizes = builder.sizes(requests)
-    for i, size in zip(able, sizes, strict=True):
-        if isinstance(size, RowError):
-            errors[base + i] = size
-        else:
-            found[i] = (*found[i].tolist()[:3], size.prompt, size.generated, size.branch_tokens)
-    return found

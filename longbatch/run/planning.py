@@ -22,8 +22,11 @@ INDEX_FILE = "index.parquet"
 
 @dataclass(frozen=True)
 class Remaining:
-    """What is left to do. plan: rows to run. failed: entries that cannot run and have no result yet. attempts: of the results that are there, by entry; 0 where there is none. num_finished: entries
-    with a result that stands."""
+    """What is left to do.
+
+    plan: rows to run. failed: entries that cannot run and have no result yet. attempts: of the results that are
+    there, by entry; 0 where there is none. num_finished: entries with a result that stands.
+    """
 
     index: RowIndex
     plan: Plan
@@ -50,7 +53,7 @@ def get_index(job: Job, folder: RunFolder | None) -> RowIndex:
     stored = RowIndex.load(index_path(folder), identity) if folder is not None else None
     if stored is not None:
         return stored
-    index = RowIndex.build(job.manifest, job.builder, identity, lambda count: None)
+    index = RowIndex.build(job.manifest, job.builder, identity)
     if folder is not None and job.settings.only is None:
         index.save(index_path(folder))
     return index

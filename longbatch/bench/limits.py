@@ -1,0 +1,54 @@
+"""What the hardware itself allows: matrix products at the shapes of a model, warm and back to back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longbatch import device
+
+MOST_ROWS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """gemm_seconds: all products of the shapes given, once, over `rows` rows. bandwidth: bytes read and written per
+    second by a copy."""
+
+    rows: int
+    gemm_seconds: float
+    bandwidth: float
+
+
+def measure_limits(
+    products: Sequence[tuple[int, int]], num_tokens: int, device_name: str, dtype_name: str, seconds: float = 0.5
+) -> Limits:
+    """Time the products (inputs, outputs) over `num_tokens` rows or 16,384, whichever is less. Each shape runs for
+    `seconds` to warm up, so that clocks are those of a long prefill, and for as long again under the clock."""
+    import torch
+
+    info = next(info for info in device.detect() if info.torch_name == device_name)
+    bandwidth = device.measure(info, dtype_name).bandwidth
+    place, dtype = torch.device(device_name), getattr(torch, dtype_name)
+    rows, total = min(num_tokens, MOST_ROWS), 0.0
+    with torch.inference_mode():
+        for num_inputs, num_outputs in products:
+            left = torch.randn(rows, num_inputs, device=place, dtype=dtype)
+            weight = torch.randn(num_outputs, num_inputs, device=place, dtype=dtype) * 0.02
+            product = torch.empty(rows, num_outputs, device=place, dtype=dtype)
+
+            def multiply(times: int, left: torch.Tensor = left, weight: torch.Tensor = weight) -> float:
+                """Seconds for each of `times` products."""
+                start = time.perf_counter()
+                for _ in range(times):
+                    torch.mm(left, weight.t(), out=product)  # noqa: B023
+                if place.type == "cuda":
+                    torch.cuda.synchronize(place)
+                return (time.perf_counter() - start) / times
+
+            multiply(1)
+            times = max(1, int(seconds / multiply(2)))
+            multiply(times)
+            total += multiply(times)
+    return Limits(rows, total, bandwidth)

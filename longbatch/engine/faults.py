@@ -1,0 +1,30 @@
+"""What a failed step, or numbers that cannot be used, mean for the row that is to blame."""
+
+from __future__ import annotations
+
+import torch
+
+from longbatch.errors import DeviceError, RowError
+
+
+def require_device(fault: BaseException) -> None:
+    """Raise DeviceError where the device itself failed: every later step would fail too, whatever its rows."""
+    if isinstance(fault, torch.AcceleratorError):
+        raise DeviceError(f"the device failed: {fault}", hint="run the same command again to continue") from fault
+
+
+def row_error(fault: BaseException) -> RowError:
+    """The error of a row whose step failed with no other row in it."""
+    # PyTorch has no exception class for the host's memory.
+    host = isinstance(fault, RuntimeError) and "DefaultCPUAllocator" in str(fault)
+    if host or isinstance(fault, (torch.OutOfMemoryError, MemoryError)):
+        return RowError("out_of_memory", "the device ran out of memory for this row alone; shorten it or use --dtype")
+    return RowError("internal", f"{type(fault).__name__} in the model's forward; the log has the details")
+
+
+def nonfinite() -> RowError:
+    """The error of a row whose numbers cannot be used."""
+    return RowError(
+        "nonfinite_logits",
+        "the model gave NaN or infinite values for this row; try --dtype float32, or check the weights",
+    )
