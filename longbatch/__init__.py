@@ -26,6 +26,7 @@ from longbatch.errors import (
     LongbatchError,
     ManifestError,
     RowError,
+    RunningError,
     UsageError,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "Request",
     "Result",
     "RowError",
+    "RunningError",
     "UsageError",
     "plan",
     "run",

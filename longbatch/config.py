@@ -26,6 +26,8 @@ OTHER_VARIABLES = frozenset(
     {
         "LONGBATCH_CACHE_DIR",  # cache_folder()
         "LONGBATCH_CONFIG",  # resolve(): the same as --config
+        "LONGBATCH_EXIT_CODE",  # told to the --on-finish command, which may call longbatch
+        "LONGBATCH_SUMMARY",  # likewise
     }
 )
 _SIZE_UNITS = {
@@ -152,6 +154,23 @@ class Settings:
         "failed rows, a number or a percentage such as 2%, up to which the exit code is 0",
         pattern=r"\d+|\d+(\.\d+)?%",
     )
+    abort_on_failures: str = _setting(
+        "50%",
+        "failed rows at which the run stops with exit code 8: a number, a percentage of the first 100 rows, or off",
+        pattern=r"off|\d+|\d+(\.\d+)?%",
+    )
+    update: bool = _setting(False, "answer rows again whose content changed since they were answered")
+    shard: str | None = _setting(
+        None, "share i/n of the rows, or auto for the share of a Slurm array element", pattern=r"auto|\d+/\d+"
+    )
+    grace: float = _setting(20.0, "seconds in which a run that is told to stop finishes what it can", minimum=0)
+    max_time: str | None = _setting(None, "stop and save after this long, such as 90m or 2h30m")
+    max_gpu_hours: float | None = _setting(None, "stop and save after this many GPU hours", minimum=0)
+    row_timeout: float | None = _setting(None, "longest time of a row in seconds, from its first work on", minimum=1)
+    skip_if_running: bool = _setting(False, "end at once with exit code 0 when the run is already under way, for cron")
+    price_per_gpu_hour: float | None = _setting(None, "shows money in plan and status", minimum=0)
+    on_finish: str | None = _setting(None, "shell command run at the end, with LONGBATCH_EXIT_CODE and LONGBATCH_OUT")
+    spill: Path | None = _setting(None, "folder in which a long row keeps its state, to resume inside the row")
     progress: str = _setting(
         "auto",
         "bar on a terminal, log lines otherwise",
@@ -175,6 +194,11 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """Every setting as a JSON value, by name."""
         return {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
+        """The settings that `as_dict` described; no file and no variable is read."""
+        return cls(**{name: _convert(name, value, "settings") for name, value in values.items() if value is not None})
 
     def identity(self) -> dict[str, Any]:
         """The settings that can change answers, as JSON values, by name."""

@@ -9,10 +9,13 @@ import json
 import math
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +122,52 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def survey(gpus: str, dtype: str, folder: Path) -> tuple[list[DeviceInfo], str, Rates]:
+    """The devices to use, the dtype that `dtype` means there, and the rates remembered in `folder` or measured now.
+
+    A child process imports torch where that is needed, so that the caller neither pays for the import nor holds
+    device memory. Raises DeviceError.
+    """
+    if gpus == "0" or (gpus == "auto" and not _may_have_gpu()):
+        info = cpu_info()
+        resolved = default_dtype(info) if dtype == "auto" else dtype
+        remembered = _read_rates(folder / RATES_FILE).get(_rates_key(info, resolved))
+        if remembered is not None:
+            return [info], resolved, remembered
+    command = [sys.executable, "-m", "longbatch.device", gpus, dtype, str(folder)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode:
+        message, _, hint = child.stderr.strip().rpartition("\n")[2].partition("\t")
+        raise DeviceError(message or f"looking for devices ended with {child.returncode}", hint=hint or None)
+    found = json.loads(child.stdout.strip().rpartition("\n")[2])
+    devices = [DeviceInfo(**{**device, "capability": tuple(device["capability"])}) for device in found["devices"]]
+    return devices, found["dtype"], Rates(**found["rates"])
+
+
+def _survey_here(gpus: str, dtype: str, folder: Path) -> int:
+    """The child of `survey`: one line of JSON, or one line of error and hint."""
+    try:
+        devices = detect(gpus)
+    except DeviceError as error:
+        sys.stderr.write(f"{error.message}\t{error.hint or ''}\n")
+        return error.exit_code
+    resolved = default_dtype(devices[0]) if dtype == "auto" else dtype
+    found = {
+        "devices": [asdict(device) for device in devices],
+        "dtype": resolved,
+        "rates": asdict(rates(devices[0], resolved, folder)),
+    }
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0
+
+
+def _may_have_gpu() -> bool:
+    """False where it is plain without torch that there is no GPU that it could use."""
+    if sys.platform != "linux":
+        return sys.platform == "win32"
+    return any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+
+
 def default_dtype(info: DeviceInfo) -> str:
     """What `--dtype auto` means: bfloat16 from compute capability 8.0, float16 below it, float32 on a CPU."""
     if not info.on_gpu:
@@ -183,14 +232,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _rates_key(info: DeviceInfo, dtype: str) -> str:
-    import torch
-
-    parts = [info.name, f"{info.memory_bytes >> 30} GiB", dtype, f"torch {torch.__version__}"]
-    if info.on_gpu:
-        parts.append(f"cuda {torch.version.cuda}")
-    else:
-        parts.append(f"{torch.get_num_threads()} threads")
-    return ", ".join(parts)
+    # torch's own version carries its CUDA build; read without importing it.
+    parts = [info.name, f"{info.memory_bytes >> 30} GiB", dtype, f"torch {metadata.version('torch')}"]
+    return ", ".join([*parts, *([] if info.on_gpu else [f"{usable_cores()} threads"])])
 
 
 def _read_rates(path: Path) -> dict[str, Rates]:
@@ -249,3 +293,7 @@ def _missing_gpu_hint(num_found: int) -> str:
     if torch.version.cuda is None:
         return "this torch build has no CUDA; install a CUDA build of torch, or use --gpus 0 to run on the CPU"
     return "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --gpus 0 to run on the CPU"
+
+
+if __name__ == "__main__":
+    sys.exit(_survey_here(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

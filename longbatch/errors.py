@@ -2,6 +2,7 @@
 
     LongbatchError            exit code
     +-- UsageError            2   a flag, a setting or the model folder is wrong
+    |   +-- RunningError      2   the same run is already under way
     +-- ManifestError         4   nothing in the manifest can run
     +-- DeviceError           5   no usable device
     +-- DiskError             6   the disk is full or refuses a write
@@ -92,6 +93,10 @@ class UsageError(LongbatchError):
     """A flag, a setting, a path or a model is wrong; nothing was started."""
 
     exit_code = ExitCode.USAGE
+
+
+class RunningError(UsageError):
+    """The same run is already under way in another process; nothing was started."""
 
 
 class ManifestError(LongbatchError):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_models
 import torch
 
-import tiny_models
 from longbatch.cache import KVCache
 from longbatch.core import TASKS, Location, Prompt, Request, Result, RowKey, Sampling
 from longbatch.engine import Engine, EngineLimits

@@ -116,6 +116,7 @@ def test_public_names() -> None:
         "Request",
         "Result",
         "RowError",
+        "RunningError",
         "UsageError",
         "plan",
         "run",

@@ -105,15 +105,15 @@ def test_branches_see_the_trunk_in_their_own_step() -> None:
 def test_branches_see_a_trunk_of_earlier_steps() -> None:
     shared = table(0, 3)
     branches = [
-        Branch(name, ids(40), ((231, 232),), 232, np.concatenate([shared, table(at, 1)]))
+        Branch(name, ids(56), ((247, 248),), 248, np.concatenate([shared, table(at, 1)]))
         for name, at in (("x", 3), ("y", 4), ("z", 5))
     ]
     found = steps([Family(branches, ids(192), shared)], 96, 32)
     assert [spans(packed) for packed in found] == [
         [(0, 96)],
         [(96, 192)],
-        [(192, 232), (192, 224)],
-        [(224, 232), (192, 232)],
+        [(192, 248), (192, 224)],
+        [(224, 248), (192, 248)],
     ]
     for segment in found[2].step.segments:
         assert [(e.start, e.stop, e.base) for e in segment.context] == [(0, 192, None)]

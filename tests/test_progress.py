@@ -149,7 +149,8 @@ progress.finish(["20 rows: 19 ok, 1 failed"])
 def on_terminal(root: Path, **variables: str) -> str:
     """What the program writes to a real terminal of 100 columns."""
     main, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(root), **variables}
+    inherited = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR"}}
+    environment = {**inherited, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(root), **variables}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=child, env=environment)
     os.close(child)
     written = b""

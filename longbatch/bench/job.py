@@ -9,7 +9,6 @@ with those of batch 1.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import tempfile
 import time
@@ -19,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from longbatch import device
-from longbatch.bench.process import CommandRun, in_child, run_command, say, write_manifest
+from longbatch.bench.process import CommandRun, in_child, require_transformers, run_command, say, write_manifest
 from longbatch.bench.report import Measurement
-from longbatch.bench.texts import Prose
-from longbatch.errors import UsageError
+from longbatch.bench.texts import Prose, chat_text
 
 SEED = 20
 
@@ -55,8 +53,7 @@ class Answers:
 def measure(sizes: Sizes | None = None) -> list[Measurement]:
     """Run longbatch and the rival; `sizes` given: always on the CPU. Raises UsageError where transformers is
     missing."""
-    if importlib.util.find_spec("transformers") is None:
-        raise UsageError("the rival, transformers, is not installed", hint="pip install 'longbatch[hub]'")
+    require_transformers()
     if sizes is None and device.gpu_infos():
         from longbatch.bench import job_gpu
 
@@ -80,7 +77,7 @@ def make_prompts(model_dir: Path, sizes: Sizes) -> list[str]:
     instruction = "Say in a few sentences what this text is about.\n\n"
 
     def count_tokens(text: str) -> int:
-        return len(tokenizer(_chat_text(tokenizer, instruction + text)).input_ids)
+        return len(tokenizer(chat_text(tokenizer, instruction + text)).input_ids)
 
     prose, growth = Prose(SEED), sizes.longest / sizes.shortest
     prompts = []
@@ -109,7 +106,7 @@ def run_rival(model_dir: Path, prompts: Sequence[str], sizes: Sizes, threads: in
         answers = [_until_eos(row, eos_ids) for row in ids[:, inputs.input_ids.shape[1] :].tolist()]
         return answers, int(inputs.attention_mask.sum()) + sum(map(len, answers))
 
-    texts = [_chat_text(tokenizer, prompt) for prompt in prompts]
+    texts = [chat_text(tokenizer, prompt) for prompt in prompts]
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
     order = sorted(range(len(texts)), key=lambda row: -lengths[row])
     answer([texts[order[-1]]])  # warm up on the shortest
@@ -173,11 +170,6 @@ def _timed(
         for row, ids in zip(rows, answers, strict=True):
             tokens[row] = ids
     return Answers(time.monotonic() - start, tokens, num_tokens)
-
-
-def _chat_text(tokenizer: Any, prompt: str) -> str:
-    chat = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 def _until_eos(ids: list[int], eos_ids: set[int]) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from longbatch.bench import llama
 from longbatch.bench.limits import Limits, measure_limits
 from longbatch.bench.llama import LlamaShape
-from longbatch.bench.process import CommandRun, in_child, run_command, say, write_manifest
+from longbatch.bench.process import CommandRun, in_child, require_transformers, run_command, say, write_manifest
 from longbatch.bench.reference import Reference, compare_model
 from longbatch.bench.report import Measurement
 
@@ -40,6 +40,7 @@ class Sizes:
 
 def measure(sizes: Sizes | None = None, device_name: str = "cuda:0") -> list[Measurement]:
     """Run the command, the limits and the comparison, each in its own process. device_name: `cuda:0` or `cpu`."""
+    require_transformers()
     sizes = sizes or Sizes()
     shape = sizes.shape
     prompts = llama.make_prompts(shape, sizes.num_rows, sizes.prompt_tokens, SEED)
@@ -53,17 +54,17 @@ def measure(sizes: Sizes | None = None, device_name: str = "cuda:0") -> list[Mea
             say(f"longbatch, run {number + 1} of {sizes.num_runs}")
             runs.append(run_command(manifest, Path(name, f"out-{number}"), _flags(model, sizes, device_name), ["text"]))
         say("limits")
-        limits = in_child(
-            measure_limits, shape.products(), sizes.num_rows * sizes.prompt_tokens, device_name, DTYPE
-        )
+        limits = in_child(measure_limits, shape.products(), sizes.num_rows * sizes.prompt_tokens, device_name, DTYPE)
         say("transformers with the same weights")
         answers = [llama.ids_of(row["text"]) for row in runs[-1].results]
         probe = llama.make_prompts(shape, 1, sizes.probe_tokens, SEED + 1)[0]
         some = slice(sizes.num_checked)
         reference = in_child(compare_model, model, device_name, DTYPE, probe, prompts[some], answers[some])
     full = all(len(ids) == sizes.max_tokens for ids in answers)
-    return [*_speeds(runs, limits, sizes, full and reference.logits_hold and reference.answers_hold),
-            *_checks(reference, sizes)]
+    return [
+        *_speeds(runs, limits, sizes, full and reference.logits_hold and reference.answers_hold),
+        *_checks(reference, sizes),
+    ]
 
 
 def prefill_bound(limits: Limits, sizes: Sizes) -> float:

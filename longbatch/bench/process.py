@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from longbatch.errors import LongbatchError
+from longbatch.errors import LongbatchError, UsageError
 
 Arguments = ParamSpec("Arguments")
 Outcome = TypeVar("Outcome")
@@ -63,8 +64,7 @@ def run_command(manifest: Path, out: Path, flags: Sequence[str], columns: Sequen
     done = subprocess.run(
         [*command, "--json", "--progress", "none"],
         env=clean_environment(manifest.parent),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
@@ -101,6 +101,12 @@ def peak_bytes() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def require_transformers() -> None:
+    """Raise UsageError where the rival and reference is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError("this compares with transformers, which is not installed", hint="pip install 'longbatch[hub]'")
 
 
 def say(text: str) -> None:

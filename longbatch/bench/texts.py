@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 SHORTEST_PARAGRAPH = 80
 
@@ -39,3 +40,9 @@ class Prose:
     def _draw(self) -> Iterator[str]:
         while True:
             yield from self.chance.sample(self._paragraphs, len(self._paragraphs))
+
+
+def chat_text(tokenizer: Any, prompt: str) -> str:
+    """The prompt as one user turn, by transformers' own chat template."""
+    chat = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))

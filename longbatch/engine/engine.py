@@ -15,7 +15,7 @@ import torch
 from longbatch.cache import PAGE_TOKENS, KVCache
 from longbatch.core import Prompt, Request, Result, TokenLogprob
 from longbatch.engine.decode import DecodeBatch
-from longbatch.engine.faults import nonfinite, require_device, row_error
+from longbatch.engine.faults import late, nonfinite, require_device, row_error
 from longbatch.engine.jobs import Owner, conclude, family_of, open_sequence, shared_family
 from longbatch.engine.limits import Counters, EngineLimits
 from longbatch.engine.packing import Family, pack
@@ -54,7 +54,8 @@ class Engine:
         self._should_stop: Callable[[], bool] = lambda: False
 
     def run(self, waves: Iterable[list[Row]], should_stop: Callable[[], bool] = lambda: False) -> Iterator[Result]:
-        """Results in order of completion; waves are drawn as they are needed.
+        """Results in order of completion; waves are drawn as they are needed. An empty wave is no wave yet: answers
+        that are under way then go on by one token.
 
         should_stop is asked before every step: once it says so, rows that are not complete are dropped. Raises
         DeviceError where the device is lost, which no row is to blame for.
@@ -62,8 +63,10 @@ class Engine:
         self._should_stop = should_stop
         try:
             for wave in waves:
+                if not wave and self.num_decoding:
+                    yield from self._decode_step()
                 yield from self._wave(wave)
-            while self._decoding:
+            while self.num_decoding:
                 yield from self._decode_step()
         except _StoppedError:
             return
@@ -93,7 +96,7 @@ class Engine:
             yield from self._start(starting)
 
     @property
-    def _decoding(self) -> int:
+    def num_decoding(self) -> int:
         """Rows whose answers are under way."""
         return len(self._batch) + len(self._parked)
 
@@ -139,7 +142,7 @@ class Engine:
     def _admissible(self, waiting: list[Sequence]) -> int:
         """How many of the waiting rows can be prefilled now. While others decode, rows that cannot all start wait
         until at least half as many as decode can, so that prefill steps stay large."""
-        free, places = self.cache.pool.num_free, self.limits.decode_rows - self._decoding
+        free, places = self.cache.pool.num_free, self.limits.decode_rows - self.num_decoding
         tokens = taken = 0
         for sequence in waiting:
             decodes = sequence.request.task.decodes
@@ -151,7 +154,7 @@ class Engine:
             taken += 1
             free -= sequence.num_pages
             places -= decodes
-        return taken if taken == len(waiting) or 2 * taken >= self._decoding else 0
+        return taken if taken == len(waiting) or 2 * taken >= self.num_decoding else 0
 
     # ------------------------------------------------------------------------------------- prefill
 
@@ -354,12 +357,19 @@ class Engine:
                     text = self.tokenizer.token_text
                     top = tuple((id, text(id), value) for id, value in found[1])
                     sequence.scored.append(TokenLogprob(token, text(token), found[0], top))
+                if reason is None and self._is_late(sequence):
+                    reason = "error"
+                    sequence.fail(late(self.limits))
             else:
                 sequence.fail(nonfinite())
             live.append(reason is None)
             if reason is not None:
                 self._finish(sequence, reason)
         return live
+
+    def _is_late(self, sequence: Sequence) -> bool:
+        limit = self.limits.row_seconds
+        return limit is not None and time.monotonic() - sequence.started > limit
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         """Complete the result of a row that decoded, and give its pages back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from longbatch.engine.limits import EngineLimits
 from longbatch.errors import DeviceError, RowError
 
 
@@ -27,4 +28,11 @@ def nonfinite() -> RowError:
     return RowError(
         "nonfinite_logits",
         "the model gave NaN or infinite values for this row; try --dtype float32, or check the weights",
+    )
+
+
+def late(limits: EngineLimits) -> RowError:
+    """The error of a row that takes longer than a row may."""
+    return RowError(
+        "row_timeout", f"the row took longer than {limits.row_seconds:g} seconds; raise --row-timeout, or ask for less"
     )

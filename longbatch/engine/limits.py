@@ -8,13 +8,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """step_tokens: most tokens in one prefill step. tile_rows: rows per tile of a layer. decode_rows: most sequences
-    decoded together. max_tokens: answers of rows that set no limit. run_seed: seed of rows that set none."""
+    decoded together. max_tokens: answers of rows that set no limit. run_seed: seed of rows that set none. row_seconds:
+    longest time of a row, None for any."""
 
     step_tokens: int
     tile_rows: int
     decode_rows: int
     max_tokens: int
     run_seed: int = 0
+    row_seconds: float | None = None
 
 
 @dataclass(slots=True)

@@ -45,3 +45,8 @@ def seconds_text(value: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def money_text(value: float) -> str:
+    """An amount in whatever currency the price was given in: 0.042, 12.30, 1,234.00."""
+    return f"{value:,.2f}" if value == 0 or value >= 0.1 else f"{value:.2g}"

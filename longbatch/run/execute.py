@@ -1,158 +1,279 @@
-"""A run on one page: manifest -> index -> plan -> engine -> journal and parts -> results."""
+"""A run on one page: manifest -> index -> plan -> workers -> journals and parts -> results."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from longbatch.config import Settings
-from longbatch.core import Result
-from longbatch.errors import ExitCode, InterruptedRun, UsageError
-from longbatch.output import Placement, ResultWriter, RunFolder, merge, recover, scan
+from longbatch.core import Fault, Result
+from longbatch.errors import ExitCode, InterruptedRun, LongbatchError, RunningError, UsageError
+from longbatch.output import ResultWriter, RunFolder, merge, recover, scan
 from longbatch.report.progress import Progress
-from longbatch.run.feed import Feed
+from longbatch.run import slurm, space
+from longbatch.run.control import RetryMarks, last_stop, stop_requested
+from longbatch.run.deadline import Deadline
+from longbatch.run.failures import Failures
+from longbatch.run.feed import read_entry
 from longbatch.run.finish import Work, exit_code, print_json, summary_json, summary_lines
+from longbatch.run.hooks import on_finish
 from longbatch.run.index import RowIndex
-from longbatch.run.job import Job, say_on_stderr
+from longbatch.run.inflight import INTERRUPTED, Strike, StrikeBook, clear_begun, read_begun
+from longbatch.run.job import SPOOL, Job, say_on_stderr
+from longbatch.run.owner import Owner
 from longbatch.run.planning import Remaining, get_index, index_path, remaining
+from longbatch.run.shard import Shard
+from longbatch.run.status import Snapshot, StatusFile, WorkerState
 from longbatch.run.stopping import StopRequest
+from longbatch.run.supervisor import ENGINE, Supervisor, newest_attempt
 
-if TYPE_CHECKING:
-    from longbatch.engine import Engine
-
-WORKER = "w0"
+# A job that is requeued this often without an end has another problem than time.
+MOST_REQUEUES = 100
 _log = logging.getLogger("longbatch")
 
 
-def execute(settings: Settings, sources: list[str]) -> ExitCode:
-    """Run everything that is left of a job. Raises LongbatchError; InterruptedRun when it was asked to stop."""
+def execute(settings: Settings, sources: list[str], *, engine: str = ENGINE) -> ExitCode:
+    """Run everything that is left of a job. engine: `module:function` that makes a worker's engine.
+
+    Raises LongbatchError; InterruptedRun when it was told to stop or its time was over.
+    """
     if settings.out is None:
         raise UsageError("a run needs a folder for its results", hint="give one with -o OUT")
     say: Callable[[str], None] = (lambda text: None) if settings.quiet else say_on_stderr
+    shard = Shard.parse(settings.shard, os.environ)
     job = Job.open(settings, sources, say)
     folder = RunFolder.create_or_open(settings.out, job.identity(), job.info())
-    _log_to(folder)
-    with StopRequest() as stop:
-        recover(folder)
+    run = Run(job, folder, shard, say)
+    try:
+        with Owner.acquire(folder.work, run.name), _log_to(folder), StopRequest() as stop:
+            code, summary = run.go(engine, stop)
+    except RunningError as error:
+        if not settings.skip_if_running:
+            raise
+        say(f"{error.message}; nothing to do")
+        return ExitCode.OK
+    except LongbatchError as error:
+        _after(settings, folder, error.exit_code, {}, say)
+        if isinstance(error, InterruptedRun) and slurm.job_id(os.environ) is not None:
+            # Few sites requeue by exit code. Slurm ends this process when it does.
+            say(slurm.requeue(os.environ, num_finished=run.num_rows, most=MOST_REQUEUES) or "requeued")
+        raise
+    _after(settings, folder, code, summary, say)
+    return code
+
+
+def _after(
+    settings: Settings, folder: RunFolder, code: ExitCode, summary: dict[str, object], say: Callable[[str], None]
+) -> None:
+    """The user's own command at the end of a run."""
+    if settings.on_finish is not None:
+        problem = on_finish(settings.on_finish, code, folder.path, summary)
+        if problem:
+            say(f"warning: {problem}")
+
+
+class Run:
+    """One process's part in a run: all of it, or one shard."""
+
+    def __init__(self, job: Job, folder: RunFolder, shard: Shard | None, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._folder = folder
+        self._shard = shard
+        self._say = say
+        self.name = shard.name if shard else "run"
+        self.num_rows = 0
+        self._prefix = f"{shard.name}-" if shard else ""
+        self._stop = StopRequest()
+        self._status = StatusFile(folder.work, self.name)
+        self._known_stop = last_stop(folder.work)
+        self._deadline = Deadline.find(job.settings.max_time, job.settings.grace, os.environ)
+        self._started = time.time()
+        self._why = ""
+
+    def go(self, engine: str, stop: StopRequest) -> tuple[ExitCode, dict[str, object]]:
+        """Everything from what a dead process left to the merged results: exit code and summary."""
+        self._stop = stop
+        job, folder, settings = self._job, self._folder, self._job.settings
+        self._write_status("planning")
+        recover(folder, f"{self._prefix}*" if self._prefix else "*")
         index = get_index(job, folder)
-        left = remaining(job, index, scan(folder))
-        _log.info("rows=%d finished=%d refused=%d", len(index), left.num_finished, len(left.failed))
-        job.manifest.spool(folder.work / "spool")
-        work = _work(job, folder, left, stop)
-    if stop.requested:
-        raise InterruptedRun("stopped; everything finished is saved", hint="run the same command again to continue")
-    expected = index
-    if settings.only is not None:
-        stored = RowIndex.load(index_path(folder), None)
-        expected = index if stored is None else stored
-    summary = merge(folder, expected.keys, partial=settings.only is not None)
-    if settings.json:
-        print_json(summary_json(folder, summary, work))
-    elif not settings.quiet:
-        say("\n".join(summary_lines(folder, summary, work)))
-    return exit_code(settings, summary)
-
-
-def _work(job: Job, folder: RunFolder, left: Remaining, stop: StopRequest) -> Work:
-    """Write the rows that cannot run as errors, run the others, and return what was done."""
-    settings, totals = job.settings, left.plan.totals
-    feed = Feed(job, left)
-    progress = Progress(len(left.index), totals.prompt_tokens, settings.progress, quiet=settings.quiet)
-    placement = Placement(device=job.device.torch_name, rank=0)
-    attempt = 1 + int(left.attempts.max(initial=0))
-    begin = time.monotonic()
-    with ResultWriter(folder, WORKER, attempt, placement) as writer:
-        for result in feed.error_rows():
-            writer.append(result)
-        if not totals.num_rows or stop.requested:
-            return Work()
-        engine = make_engine(job, left)
-        ready, ready_at = time.monotonic(), time.time()
-        progress.start(left.num_finished + len(left.failed), len(left.failed))
-        rows = failed = generated = 0
-
-        def tick() -> bool:
-            counters = engine.counters
-            progress.update(
-                left.num_finished + len(left.failed) + rows,
-                len(left.failed) + failed,
-                min(counters.prefill_tokens, totals.prompt_tokens),
-                counters.decode_tokens,
-            )
-            return stop.requested
-
-        for result in engine.run(feed.waves(), tick):
-            _complete(result, feed, left, ready)
-            writer.append(result)
-            rows, failed = rows + 1, failed + (result.status != "ok")
-            generated += result.usage.completion_tokens
-        for result in feed.failures:
-            writer.append(result)
-            rows, failed = rows + 1, failed + 1
-        tick()
-        progress.finish()
-        counters = engine.counters
-        _log.info("prefill %.1f s, decode %.1f s", counters.prefill_seconds, counters.decode_seconds)
-        return Work(
-            rows,
-            counters.prefill_tokens,
-            generated,
-            ready_at=ready_at,
-            startup_seconds=ready - begin,
-            seconds=time.monotonic() - ready,
-            busy_seconds=counters.busy_seconds,
-            prefill_seconds=counters.prefill_seconds,
-            decode_seconds=counters.decode_seconds,
+        left = remaining(job, index, scan(folder), RetryMarks.load(folder.work), self._shard)
+        totals = left.plan.totals
+        needed = space.estimate(
+            totals.num_rows + len(left.failed),
+            totals.generated_tokens,
+            num_workers=len(job.devices),
+            stored=space.stored_bytes(folder),
         )
+        space.check(folder.path, needed)
+        _log.info("rows=%d finished=%d refused=%d", len(left.share), left.num_finished, len(left.failed))
+        book = StrikeBook(folder.work, self.name)
+        book.add(self._leftover_strikes())
+        failures = Failures(settings.abort_on_failures)
+        self._write_refused(left)
+        begin = time.monotonic()
+        supervisor = Supervisor(job, folder, left, book, failures, prefix=self._prefix, engine=engine)
+        if totals.num_rows and not self._stop.requested:
+            job.manifest.spool(folder.work / SPOOL)
+            self._supervise(supervisor, left)
+        work = Work.of(supervisor.tally, time.monotonic() - begin)
+        self.num_rows = work.rows
+        if supervisor.dispatcher.num_left:
+            self._write_status("interrupted", supervisor, left)
+            raise InterruptedRun(
+                f"{self._why or 'stopped'}; what is finished is saved, {supervisor.dispatcher.num_left:,} rows are left",
+                hint="run the same command again to continue",
+            )
+        return self._finish(index, left, work, supervisor)
+
+    # ------------------------------------------------------------------------------------- before
+
+    def _leftover_strikes(self) -> list[Strike]:
+        """Rows that were under way when an earlier process of this name was killed together with its workers."""
+        strikes = []
+        for path in self._folder.work.glob(f"{self._prefix}w*"):
+            strikes += [Strike(begun.key, begun.attempt, INTERRUPTED) for begun in read_begun(path)]
+            clear_begun(path)
+        return strikes
+
+    def _write_refused(self, left: Remaining) -> None:
+        """Error rows for the entries that cannot run, each read again for what it carries along."""
+        if not left.failed:
+            return
+        index = left.index
+        name = f"{self._prefix}plan"
+        with ResultWriter(self._folder, name, newest_attempt(self._folder, name) + 1) as writer:
+            for entry in left.failed:
+                row, sample = int(index.keys.rows[entry]), int(index.keys.samples[entry])
+                location, error = index.location(entry), index.errors[entry]
+                source = read_entry(self._job, location, row, sample)
+                if error.type == "duplicate_id":
+                    # Reading one row alone does not show that its id was taken; the refused row keeps none.
+                    source = Fault(row, None, location, error, source.carried, index.fingerprint(entry))
+                result = Result.failed(source, error)
+                result.attempt = int(left.attempts[entry]) + 1
+                writer.append(result)
+
+    # ------------------------------------------------------------------------------------- during
+
+    def _supervise(self, supervisor: Supervisor, left: Remaining) -> None:
+        settings, totals = self._job.settings, left.plan.totals
+        num_done, num_failed = left.num_finished + len(left.failed), left.num_failed + len(left.failed)
+        progress = Progress(len(left.share), totals.prompt_tokens, settings.progress, quiet=settings.quiet)
+        progress.start(num_done, num_failed)
+
+        def watch(running: Supervisor) -> bool:
+            tally = running.tally
+            read = min(tally.prefill_tokens, totals.prompt_tokens)
+            progress.update(num_done + tally.rows, num_failed + tally.failed, read, tally.decode_tokens)
+            self._write_status("stopping" if running.stopping else "running", running, left)
+            return self._must_stop(running)
+
+        try:
+            supervisor.run(watch, self._deadline.allows)
+        except LongbatchError:
+            self._write_status("failed", supervisor, left)
+            raise
+        finally:
+            progress.finish()
+
+    def _must_stop(self, supervisor: Supervisor) -> bool:
+        """Whether to stop and save now; `_why` then says why."""
+        if self._why:
+            return True
+        left = self._deadline.seconds_left()
+        hours = supervisor.device_seconds / 3600
+        limit = self._job.settings.max_gpu_hours
+        if self._stop.requested:
+            self._why = "stopped by a signal"
+        elif stop_requested(self._folder.work, self._known_stop):
+            self._why = "stopped by `longbatch stop`"
+        elif left is not None and left <= self._job.settings.grace:
+            self._why = f"stopped before {self._deadline.describe()}"
+        elif limit is not None and hours >= limit:
+            self._why = f"stopped after {hours:.2f} GPU hours"
+        return bool(self._why)
+
+    def _write_status(
+        self, state: str, supervisor: Supervisor | None = None, left: Remaining | None = None, code: int | None = None
+    ) -> None:
+        snapshot = Snapshot(state, self._started, exit_code=code)
+        if supervisor is not None and left is not None:
+            tally, now = supervisor.tally, time.monotonic()
+            snapshot = Snapshot(
+                state,
+                self._started,
+                rows_total=len(left.share),
+                rows_done=left.num_finished + len(left.failed) + tally.rows,
+                rows_failed=left.num_failed + len(left.failed) + tally.failed,
+                tokens_total=left.plan.totals.prompt_tokens,
+                tokens_done=tally.prefill_tokens,
+                generated=tally.decode_tokens,
+                errors=dict(supervisor.failures.counts),
+                workers=tuple(
+                    WorkerState(
+                        worker.name,
+                        worker.process.pid,
+                        worker.device.torch_name,
+                        worker.state,
+                        now - worker.beat,
+                        supervisor.dispatcher.under_way(worker.name),
+                    )
+                    for worker in supervisor.workers
+                ),
+                gpu_seconds=supervisor.device_seconds,
+                price_per_gpu_hour=self._job.settings.price_per_gpu_hour,
+                exit_code=code,
+            )
+        self._status.write(snapshot)
+
+    # ------------------------------------------------------------------------------------- after
+
+    def _finish(
+        self, index: RowIndex, left: Remaining, work: Work, supervisor: Supervisor
+    ) -> tuple[ExitCode, dict[str, object]]:
+        """Merge, unless this is one shard of several, and say how it went."""
+        settings, folder = self._job.settings, self._folder
+        if self._shard is not None:
+            failed = left.num_failed + len(left.failed) + supervisor.tally.failed
+            code = ExitCode.FAILED_ROWS if failed > settings.allowed_failures(len(left.share)) else ExitCode.OK
+            self._write_status("finished", supervisor, left, code)
+            self._say(
+                f"share {self._shard.index} of {self._shard.count} is finished; then: longbatch merge {folder.path}"
+            )
+            return code, {}
+        self._write_status("merging", supervisor, left)
+        expected = index
+        if settings.only is not None:
+            stored = RowIndex.load(index_path(folder), None)
+            expected = index if stored is None else stored
+        summary = merge(folder, expected.keys, partial=settings.only is not None)
+        nothing_ran = not left.plan.totals.num_rows and len(left.failed) == summary.num_rows
+        code = ExitCode.MANIFEST if nothing_ran else exit_code(settings, summary)
+        self._write_status("finished", supervisor, left, code)
+        content = summary_json(folder, summary, work)
+        if settings.json:
+            print_json(content)
+        elif not settings.quiet:
+            self._say("\n".join(summary_lines(folder, summary, work)))
+        return code, content
 
 
-def make_engine(job: Job, left: Remaining) -> Engine:
-    """Load the weights and allocate the cache: the part of a run that needs torch."""
-    import torch
-
-    from longbatch.cache import PAGE_TOKENS, KVCache
-    from longbatch.engine import Engine, EngineLimits
-    from longbatch.models import load
-
-    if job.settings.threads is not None:
-        torch.set_num_threads(job.settings.threads)
-    device, dtype = torch.device(job.device.torch_name), getattr(torch, job.dtype)
-    budget = left.plan.budget
-    model = load(job.model_dir, dtype, device)
-    shapes = [(layer.num_kv_heads, layer.head_dim) for layer in job.spec.layers]
-    cache = KVCache(shapes, budget.kv_tokens // PAGE_TOKENS, dtype=dtype, device=device)
-    limits = EngineLimits(
-        step_tokens=budget.wave_tokens,
-        tile_rows=budget.tile_tokens,
-        decode_rows=job.settings.decode_batch or (256 if job.device.on_gpu else 64),
-        max_tokens=job.settings.max_tokens,
-        run_seed=job.settings.seed,
-    )
-    tokenizer = job.builder.tokenizer
-    named = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    _log.info("model %s on %s, %d tokens of K/V", job.spec.architecture, job.device.name, budget.kv_tokens)
-    return Engine(model, tokenizer, cache, limits, eos_ids=frozenset((*job.spec.eos_ids, *named)))
-
-
-def _complete(result: Result, feed: Feed, left: Remaining, begin: float) -> None:
-    """Fill in what only the run knows."""
-    known = feed.loaded.pop(result.key)
-    result.attempt = int(left.attempts[known.entry]) + 1
-    result.wave, result.width = known.wave, 1
-    result.attention_mode, result.attention_density = "dense", 1.0
-    timing = result.timing
-    timing.load, timing.tokenize = known.load, known.tokenize
-    if timing.total is not None:
-        timing.queued = max(0.0, time.monotonic() - begin - timing.total)
-
-
-def _log_to(folder: RunFolder) -> None:
+@contextmanager
+def _log_to(folder: RunFolder) -> Iterator[None]:
     """One log file per process; it holds counts and tracebacks, no prompt and no answer."""
-    path = folder.logs / f"run-{datetime.now():%Y%m%d-%H%M%S}.log"
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(
+        folder.logs / f"run-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log", encoding="utf-8"
+    )
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        handler.close()

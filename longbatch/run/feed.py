@@ -1,90 +1,91 @@
-"""Waves of prompts for the engine, made one ahead in a thread, so that the device does not wait for the tokenizer."""
+"""Rows of a wave, read again by their places and turned into prompts; and what the run adds to their results."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from longbatch.core import Fault, Prompt, Request, Result, RowKey
+from longbatch.core import Fault, Location, Prompt, Request, Result, RowKey
 from longbatch.errors import RowError
-from longbatch.plan import Wave
 from longbatch.run.job import Job
-from longbatch.run.planning import Remaining
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What the run knows of a row that the engine works on. load and tokenize: seconds for reading it again from the
-    manifest, and for its prompt."""
+class Wanted(NamedTuple):
+    """One entry of a wave. content: the row's fingerprint when it was counted. attempt: number of its result."""
+
+    entry: int
+    row: int
+    sample: int
+    location: Location
+    content: bytes
+    attempt: int
+
+
+class Loaded(NamedTuple):
+    """What the run knows of a row that the engine works on. load and tokenize: seconds for reading it and for its
+    prompt."""
 
     entry: int
     wave: int
+    attempt: int
     load: float
     tokenize: float
 
 
+class WaveRows(NamedTuple):
+    """A wave ready to run. failures: results of rows that could not be read again."""
+
+    rows: list[tuple[Request, Prompt]]
+    loaded: dict[RowKey, Loaded]
+    failures: list[Result]
+
+
 class Feed:
-    """Reads the rows of a plan wave by wave. Rows that turn out unreadable are in `failures`."""
+    """Reads rows for one engine. `read` may run in a thread of its own, one call at a time."""
 
-    def __init__(self, job: Job, left: Remaining) -> None:
-        self._job = job
-        self._left = left
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.loaded: dict[RowKey, Loaded] = {}
-        self.failures: list[Result] = []
 
-    def waves(self) -> Iterator[list[tuple[Request, Prompt]]]:
-        """Each wave's rows with their prompts; the next wave is being read while one is worked on."""
-        waves = self._left.plan.waves
-        with ThreadPoolExecutor(1, thread_name_prefix="prompts") as pool:
-            ahead = pool.submit(self._read, waves[0]) if len(waves) else None
-            for following in range(1, len(waves) + 1):
-                assert ahead is not None
-                rows, loaded, failures = ahead.result()
-                ahead = pool.submit(self._read, waves[following]) if following < len(waves) else None
-                self.loaded.update(loaded)
-                self.failures += failures
-                yield rows
-
-    def error_rows(self) -> Iterator[Result]:
-        """Results for the entries that the index refuses, each read again for what it carries along."""
-        index = self._left.index
-        for entry in self._left.failed:
-            source = self._source(entry)
-            error = index.errors[entry]
-            if error.type == "duplicate_id":
-                # Reading one row alone does not show that its id was taken; the refused row keeps none.
-                location = index.location(entry)
-                source = Fault(source.row, None, location, error, source.carried, index.fingerprint(entry))
-            result = Result.failed(source, error)
-            result.attempt = int(self._left.attempts[entry]) + 1
-            yield result
-
-    def _source(self, entry: int) -> Request | Fault:
-        index = self._left.index
-        row, sample = int(index.keys.rows[entry]), int(index.keys.samples[entry])
-        answers = self._job.manifest.read(index.location(entry), row)
-        return answers[sample] if sample < len(answers) else answers[0]
-
-    def _read(self, wave: Wave) -> tuple[list[tuple[Request, Prompt]], dict[RowKey, Loaded], list[Result]]:
-        rows: list[tuple[Request, Prompt]] = []
-        loaded: dict[RowKey, Loaded] = {}
-        failures: list[Result] = []
-        for size in wave.rows:
-            entry = self._left.index.entry(size.row, size.sample)
+    def read(self, wave: int, wanted: Iterable[Wanted]) -> WaveRows:
+        """The prompts of a wave. A row that cannot be read, or changed since it was counted, becomes a failure."""
+        ready = WaveRows([], {}, [])
+        for item in wanted:
             begin = time.monotonic()
-            source = self._source(entry)
+            source = read_entry(self.job, item.location, item.row, item.sample)
             read = time.monotonic()
             try:
                 if isinstance(source, Fault):
                     raise source.error
-                if source.fingerprint != self._left.index.fingerprint(entry):
+                if source.fingerprint != item.content:
                     raise RowError("unreadable_input", "the row changed while the run was under way; run it again")
-                prompt = self._job.builder.build(source)
+                prompt = self.job.builder.build(source)
+                ready.rows.append((source, prompt))
             except RowError as error:
-                failures.append(Result.failed(source, error))
-                continue
-            rows.append((source, prompt))
-            loaded[source.key] = Loaded(entry, wave.index, read - begin, time.monotonic() - read)
-        return rows, loaded, failures
+                ready.failures.append(Result.failed(source, error))
+            tokenized = time.monotonic() - read
+            ready.loaded[source.key] = Loaded(item.entry, wave, item.attempt, read - begin, tokenized)
+        for result in ready.failures:
+            complete(result, ready.loaded[result.key])
+        return ready
+
+    def completed(self, results: Iterable[Result]) -> Iterator[tuple[Result, Loaded]]:
+        """Results with what only the run knows filled in."""
+        for result in results:
+            loaded = self.loaded.pop(result.key)
+            result.attention_mode, result.attention_density = "dense", 1.0
+            complete(result, loaded)
+            yield result, loaded
+
+
+def complete(result: Result, loaded: Loaded) -> None:
+    """Where and when a result came from."""
+    result.attempt, result.wave, result.width = loaded.attempt, loaded.wave, 1
+    result.timing.load, result.timing.tokenize = loaded.load, loaded.tokenize
+
+
+def read_entry(job: Job, location: Location, row: int, sample: int) -> Request | Fault:
+    """One sample of a row, read again."""
+    answers = job.manifest.read(location, row)
+    return answers[sample] if sample < len(answers) else answers[0]

@@ -14,6 +14,7 @@ from longbatch.output import MergeSummary, RunFolder, merge, recover
 from longbatch.report.units import count_text, rate_text, seconds_text
 from longbatch.run.index import RowIndex
 from longbatch.run.planning import index_path
+from longbatch.run.supervisor import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,21 @@ class Work:
     busy_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, tally: Tally, seconds: float) -> Work:
+        """seconds: since the workers were started."""
+        return cls(
+            rows=tally.rows,
+            prompt_tokens=tally.prompt_tokens,
+            generated_tokens=tally.generated_tokens,
+            ready_at=tally.ready_at,
+            startup_seconds=tally.startup_seconds,
+            seconds=seconds - tally.startup_seconds,
+            busy_seconds=tally.prefill_seconds + tally.decode_seconds,
+            prefill_seconds=tally.prefill_seconds,
+            decode_seconds=tally.decode_seconds,
+        )
 
 
 def exit_code(settings: Settings, summary: MergeSummary) -> ExitCode:

@@ -60,6 +60,10 @@ class RowIndex:
         found = self.entries[entry]
         return Location(int(found["source"]), int(found["offset"]), int(found["length"]))
 
+    def key(self, entry: int) -> bytes:
+        """The digest of the entry's key: 16 bytes."""
+        return bytes(self.keys.answers[entry]).ljust(32, b"\0")[:16]
+
     def fingerprint(self, entry: int) -> bytes:
         """The content hash of the entry's row: 16 bytes."""
         # numpy drops trailing zero bytes of a fixed-width string.

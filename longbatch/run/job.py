@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,31 +14,73 @@ from typing import Any
 from longbatch import __version__
 from longbatch.config import Settings, cache_folder
 from longbatch.core import Sampling
-from longbatch.device import DeviceInfo, default_dtype, detect, rates
+from longbatch.device import DeviceInfo, Rates, survey
 from longbatch.errors import UsageError
 from longbatch.manifest import Manifest, ManifestOptions
 from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.plan import Budget, CostModel, budget
 from longbatch.prompt import PromptBuilder
 
+SPOOL = "spool"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Settings whose value is not itself what changes answers: the model's files are, by their hash, and the resolved dtype.
 _RESOLVED = ("model", "dtype")
 _VERSIONS = ("torch", "triton", "tokenizers", "numpy", "pyarrow")
 
 
-@dataclass(frozen=True)
-class Job:
-    """Everything about a run that is known before weights are loaded. Torch is not imported by making one, except
-    where a GPU must be looked for."""
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What a worker is started with. worker: the folder that only it writes to. rank: its number among the workers.
+    engine: `module:function` that makes the engine. started: wall-clock time at which the run began to work."""
 
     settings: Settings
+    sources: list[str]
+    out: Path
+    model_dir: Path
+    device: DeviceInfo
+    dtype: str
+    budget: Budget
+    worker: str
+    attempt: int
+    rank: int
+    engine: str
+    started: float
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values for `from_json`."""
+        values = asdict(self)
+        return {**values, "settings": self.settings.as_dict(), "out": str(self.out), "model_dir": str(self.model_dir)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> WorkerSetup:
+        """The setup that `as_json` described."""
+        budget = {**values["budget"], "parts": tuple((name, size) for name, size in values["budget"]["parts"])}
+        device = {**values["device"], "capability": tuple(values["device"]["capability"])}
+        return cls(
+            **{
+                **values,
+                "settings": Settings.from_dict(values["settings"]),
+                "out": Path(values["out"]),
+                "model_dir": Path(values["model_dir"]),
+                "device": DeviceInfo(**device),
+                "budget": Budget(**budget),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything about a run that is known before weights are loaded. Making one imports no torch."""
+
+    settings: Settings
+    sources: list[str]
     model_dir: Path
     spec: ModelSpec
     manifest: Manifest
     builder: PromptBuilder
-    device: DeviceInfo
+    devices: tuple[DeviceInfo, ...]
     dtype: str
+    rates: Rates | None
 
     @classmethod
     def open(cls, settings: Settings, sources: list[str], say: Callable[[str], None]) -> Job:
@@ -47,6 +89,26 @@ class Job:
         Raises UsageError, ManifestError, DeviceError.
         """
         model_dir = find_model(settings.model, say)
+        devices, dtype, measured = survey(settings.gpus, settings.dtype, cache_folder())
+        return cls._assemble(settings, sources, model_dir, devices, dtype, measured)
+
+    @classmethod
+    def reopen(cls, setup: WorkerSetup) -> Job:
+        """The same job in a worker, for its device; nothing is looked for or fetched again."""
+        job = cls._assemble(setup.settings, setup.sources, setup.model_dir, [setup.device], setup.dtype, None)
+        job.manifest.spool(setup.out / "_work" / SPOOL)
+        return job
+
+    @classmethod
+    def _assemble(
+        cls,
+        settings: Settings,
+        sources: list[str],
+        model_dir: Path,
+        devices: list[DeviceInfo],
+        dtype: str,
+        measured: Rates | None,
+    ) -> Job:
         options = ManifestOptions(
             task=settings.task,
             prompt=settings.prompt,
@@ -69,14 +131,12 @@ class Job:
             document_root=manifest.root,
             default_max_tokens=settings.max_tokens,
         )
-        devices = detect(settings.gpus)
-        if len(devices) > 1 and settings.gpus != "auto":
-            raise UsageError(
-                f"this version runs on one device, and --gpus {settings.gpus} asks for {len(devices)}",
-                hint="use --gpus 1, and CUDA_VISIBLE_DEVICES to choose which",
-            )
-        dtype = default_dtype(devices[0]) if settings.dtype == "auto" else settings.dtype
-        return cls(settings, model_dir, spec, manifest, builder, devices[0], dtype)
+        return cls(settings, sources, model_dir, spec, manifest, builder, tuple(devices), dtype, measured)
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The first device; the others are of its kind."""
+        return self.devices[0]
 
     def identity(self) -> dict[str, Any]:
         """Everything that can change an answer: a run folder holds one identity only."""
@@ -120,9 +180,10 @@ class Job:
         )
 
     def cost(self) -> CostModel:
-        """Predicted times, from the device's remembered rates."""
+        """Predicted times, from the device's rates; only where the job plans, not in a worker."""
+        assert self.rates is not None
         width = DTYPE_BYTES[self.dtype]
-        return CostModel(self.spec, rates(self.device, self.dtype, cache_folder()), width, width)
+        return CostModel(self.spec, self.rates, width, width)
 
 
 def find_model(model: str | None, say: Callable[[str], None]) -> Path:

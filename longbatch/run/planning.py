@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from longbatch.config import Settings
+from longbatch.device import Rates
+from longbatch.errors import UsageError
 from longbatch.output import Done, RowState, RunFolder, scan
-from longbatch.plan import Plan
+from longbatch.plan import CostModel, Plan
 from longbatch.plan import make_plan as pack
 from longbatch.report.plan_view import PlanView, Refusals
+from longbatch.run.control import RetryMarks
 from longbatch.run.index import RowIndex
 from longbatch.run.job import Job, say_on_stderr
+from longbatch.run.shard import Shard, deal
 
 INDEX_FILE = "index.parquet"
 
@@ -25,14 +30,17 @@ class Remaining:
     """What is left to do.
 
     plan: rows to run. failed: entries that cannot run and have no result yet. attempts: of the results that are
-    there, by entry; 0 where there is none. num_finished: entries with a result that stands.
+    there, by entry; 0 where there is none. share: entries that this process is to bring to an end, of which
+    num_finished have a result that stands, num_failed of these an error.
     """
 
     index: RowIndex
     plan: Plan
     failed: list[int]
     attempts: np.ndarray
+    share: np.ndarray
     num_finished: int
+    num_failed: int
 
 
 def index_path(folder: RunFolder) -> Path:
@@ -59,30 +67,57 @@ def get_index(job: Job, folder: RunFolder | None) -> RowIndex:
     return index
 
 
-def remaining(job: Job, index: RowIndex, done: Done | None) -> Remaining:
-    """Compare the index with what is done, and plan the rest. With `--only` the row runs again whatever it holds."""
+def remaining(job: Job, index: RowIndex, done: Done | None, marks: RetryMarks | None, shard: Shard | None) -> Remaining:
+    """Compare the index with what is done, and plan the rest. With `--only` the row runs again whatever it holds.
+
+    Raises UsageError when rows have changed since they were answered and `--update` is not given.
+    """
     states = np.zeros(len(index), dtype=np.uint8)
     attempts = np.zeros(len(index), dtype=np.int32)
     if done is not None:
         places, states = done.find(index.keys.answers)
         attempts[places >= 0] = done.attempts[places[places >= 0]]
-    again = job.settings.only is not None
-    finished = np.zeros(len(index), dtype=bool) if again else (states == RowState.OK) | (states == RowState.FAILED)
-    left = np.flatnonzero(~finished)
+    if not job.settings.update:
+        _refuse_changes(index, states)
+    finished = (states == RowState.OK) | (states == RowState.FAILED)
+    if job.settings.only is not None:
+        finished[:] = False
+    elif marks is not None:
+        finished &= (states == RowState.OK) | ~marks.wanted(index.keys.answers, attempts)
+    share = np.ones(len(index), dtype=bool)
+    if shard is not None:
+        share = deal(_fixed_work(job, index), shard.count) == shard.index
+    left = np.flatnonzero(share & ~finished)
     able = left[np.isin(left, index.runnable(), assume_unique=True)]
     failed = left[~np.isin(left, able, assume_unique=True)].tolist()
-    plan = pack(
-        index.sizes(able),
-        job.spec,
-        job.budget(),
-        job.cost(),
-        max_wave_seconds=job.settings.max_wave_seconds,
-    )
+    plan = pack(index.sizes(able), job.spec, job.budget(), job.cost(), max_wave_seconds=job.settings.max_wave_seconds)
     for size, error in plan.refused:
         entry = index.entry(size.row, size.sample)
         index.errors[entry] = error
         failed.append(entry)
-    return Remaining(index, plan, sorted(failed), attempts, int(np.count_nonzero(finished)))
+    standing = share & finished
+    num_failed = int(np.count_nonzero(standing & (states == RowState.FAILED)))
+    num_finished = int(np.count_nonzero(standing))
+    return Remaining(index, plan, sorted(failed), attempts, np.flatnonzero(share), num_finished, num_failed)
+
+
+def _refuse_changes(index: RowIndex, states: np.ndarray) -> None:
+    changed = np.flatnonzero(states == RowState.CHANGED)
+    if len(changed):
+        first = int(index.keys.rows[changed[0]])
+        raise UsageError(
+            f"{len(changed):,} rows changed since they were answered, the first is row {first}",
+            hint="answer them again with --update, or give another folder with --out",
+        )
+
+
+def _fixed_work(job: Job, index: RowIndex) -> np.ndarray:
+    """Estimated work of each entry, from its lengths alone: the same on every machine."""
+    cost = CostModel(job.spec, Rates(1e14, 1e14, 1e12))
+    entries = index.entries
+    work: np.ndarray = cost.prefill(entries["prompt"], entries["branch_tokens"])
+    work += entries["generated"] * cost.prefill(np.array([1]))[0]
+    return work
 
 
 def make_plan(settings: Settings, sources: list[str]) -> PlanView:
@@ -92,7 +127,9 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
     if settings.out is not None:
         folder = RunFolder.create_or_open(settings.out, job.identity(), job.info())
     index = get_index(job, folder)
-    left = remaining(job, index, None if folder is None else scan(folder))
+    shard = Shard.parse(settings.shard, os.environ)
+    done, marks = (None, None) if folder is None else (scan(folder), RetryMarks.load(folder.work))
+    left = remaining(job, index, done, marks, shard)
     refusals = Refusals()
     for entry in left.failed:
         refusals.add(f"row {int(index.keys.rows[entry])}", index.errors[entry])
@@ -101,7 +138,7 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
         model=job.model_dir.name,
         dtype=job.dtype,
         device=job.device,
-        num_rows=len(index),
+        num_rows=len(left.share),
         num_finished=left.num_finished,
         refusals=refusals,
         stored=None if folder is None else folder.path,

@@ -1,0 +1,133 @@
+"""Who works on what: waves waiting, handed out, begun; and what becomes of them when a worker dies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+# Waves that a worker holds at a time: the one it works on and one whose prompts it makes meanwhile.
+OUTSTANDING = 2
+# Deaths after which a row is put aside.
+MOST_STRIKES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Index entries that go through a worker together. wave: its number in the plan. alone: nothing else may be
+    under way in the worker meanwhile. seconds: predicted prefill."""
+
+    wave: int
+    entries: tuple[int, ...]
+    alone: bool
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one worker has: assignments not begun, and entries begun and not finished."""
+
+    waiting: deque[Assignment] = field(default_factory=deque)
+    begun: dict[int, Assignment] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a death means. struck: entries that were under way. aside: those of them that had their last chance."""
+
+    struck: tuple[int, ...]
+    aside: tuple[int, ...]
+
+
+class Dispatcher:
+    """Hands out assignments in order, those that run alone first.
+
+    deaths: how many deaths of a worker count against an entry from earlier runs. suspects: whether an entry should
+    run alone for another reason.
+    """
+
+    def __init__(
+        self,
+        assignments: Iterable[Assignment],
+        deaths: Callable[[int], int],
+        suspects: Callable[[int], bool],
+    ) -> None:
+        self._queue: deque[Assignment] = deque()
+        self._alone: deque[Assignment] = deque()
+        self._held: dict[str, _Held] = {}
+        self._strikes: dict[int, int] = {}
+        self.aside: list[int] = []
+        for assignment in assignments:
+            apart = []
+            for entry in assignment.entries:
+                count = deaths(entry)
+                if count:
+                    self._strikes[entry] = count
+                if count or suspects(entry):
+                    apart.append(entry)
+            rest = tuple(entry for entry in assignment.entries if entry not in apart)
+            if rest:
+                self._queue.append(Assignment(assignment.wave, rest, False, assignment.seconds))
+            for entry in apart:
+                self._give_chance(entry, assignment)
+
+    @property
+    def num_left(self) -> int:
+        """Entries that have no result yet and are not put aside."""
+        waiting = sum(len(a.entries) for a in (*self._queue, *self._alone))
+        return waiting + sum(len(h.begun) + sum(len(a.entries) for a in h.waiting) for h in self._held.values())
+
+    def next_for(self, worker: str, fits: Callable[[float], bool]) -> Assignment | None:
+        """An assignment for a worker that can take one and for which there is time; None otherwise."""
+        held = self._held.setdefault(worker, _Held())
+        if len(held.waiting) + bool(held.begun) >= OUTSTANDING:
+            return None
+        for queue in (self._alone, self._queue):
+            for assignment in queue:
+                if fits(assignment.seconds):
+                    queue.remove(assignment)
+                    held.waiting.append(assignment)
+                    return assignment
+        return None
+
+    def anything(self, fits: Callable[[float], bool]) -> bool:
+        """Whether something waits that there is time for."""
+        return any(fits(assignment.seconds) for assignment in (*self._alone, *self._queue))
+
+    def begin(self, worker: str) -> Assignment:
+        """The worker starts on the oldest assignment that it holds."""
+        held = self._held[worker]
+        assignment = held.waiting.popleft()
+        held.begun.update(dict.fromkeys(assignment.entries, assignment))
+        return assignment
+
+    def finish(self, worker: str, entry: int) -> None:
+        """The worker has a result for the entry."""
+        self._held[worker].begun.pop(entry, None)
+
+    def under_way(self, worker: str) -> int:
+        """Entries that the worker has begun and not finished."""
+        return len(self._held[worker].begun) if worker in self._held else 0
+
+    def lose(self, worker: str, has_result: Callable[[int], bool]) -> Verdict:
+        """The worker is dead. What it had not begun goes back to the front; what was under way without a result gets
+        a strike, and another chance alone or none."""
+        held = self._held.pop(worker, _Held())
+        for assignment in reversed(held.waiting):
+            (self._alone if assignment.alone else self._queue).appendleft(assignment)
+        struck = [entry for entry in held.begun if not has_result(entry)]
+        aside = []
+        for entry in struck:
+            self._strikes[entry] = self._strikes.get(entry, 0) + 1
+            if self._give_chance(entry, held.begun[entry]):
+                aside.append(entry)
+        return Verdict(tuple(struck), tuple(aside))
+
+    def _give_chance(self, entry: int, assignment: Assignment) -> bool:
+        """Queue the entry alone, or put it aside (True)."""
+        if self._strikes.get(entry, 0) >= MOST_STRIKES:
+            self.aside.append(entry)
+            return True
+        share = assignment.seconds / max(1, len(assignment.entries))
+        self._alone.append(Assignment(assignment.wave, (entry,), True, share))
+        return False

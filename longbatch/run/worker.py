@@ -1,0 +1,217 @@
+"""One device's process: takes waves from the supervisor, runs them, writes their results, says how far it is.
+
+    python -m longbatch.run.worker FD
+
+FD is its end of a socket pair. It ends when the supervisor says so, and at once when the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from longbatch.core import Location, Prompt, Request, Result
+from longbatch.errors import ExitCode, LongbatchError
+from longbatch.output import Placement, ResultWriter, RunFolder
+from longbatch.run.channel import Channel, Message
+from longbatch.run.feed import Feed, Loaded, Wanted, WaveRows
+from longbatch.run.inflight import Begun, clear_begun, write_begun
+from longbatch.run.job import Job, WorkerSetup
+
+if TYPE_CHECKING:
+    from longbatch.engine import Engine
+
+BEAT_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+_log = logging.getLogger("longbatch.worker")
+
+
+def main(descriptor: int) -> int:
+    """The whole life of a worker; the exit code."""
+    _die_with_parent()
+    # A supervisor that finds a worker stuck asks for its stacks before it kills it.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    # Ctrl-C and TERM reach the supervisor, which tells its workers what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    channel = Channel(socket.socket(fileno=descriptor))
+    messages = channel.receive(None)
+    if not messages:
+        return ExitCode.OK
+    setup = WorkerSetup.from_json(messages[0]["setup"])
+    try:
+        worker = Worker(setup, channel, messages[1:])
+    except LongbatchError as error:
+        channel.send("refused", exit_code=int(error.exit_code), message=error.message, hint=error.hint)
+        return error.exit_code
+    worker.run()
+    return ExitCode.OK
+
+
+class Worker:
+    """A loaded engine and its way out. Raises LongbatchError when it cannot start."""
+
+    def __init__(self, setup: WorkerSetup, channel: Channel, messages: list[Message]) -> None:
+        begin = time.monotonic()
+        self._channel = channel
+        self._waiting: deque[Message] = deque()
+        self._coming: deque[tuple[Message, Future[WaveRows]]] = deque()
+        self._ending = False
+        self._stop_at: float | None = None
+        self._finished: list[list[Any]] = []
+        self._begun: dict[tuple[int, int], Begun] = {}
+        self._beat = 0.0
+        self._started = setup.started
+        folder = RunFolder.open(setup.out)
+        self._feed = Feed(Job.reopen(setup))
+        self._folder = folder.worker(setup.worker)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        module, _, function = setup.engine.partition(":")
+        make: Callable[[Job, WorkerSetup], Engine] = getattr(importlib.import_module(module), function)
+        self._engine = make(self._feed.job, setup)
+        placement = Placement(device=setup.device.torch_name, rank=setup.rank)
+        self._writer = ResultWriter(folder, setup.worker, setup.attempt, placement)
+        channel.send("ready", seconds=time.monotonic() - begin)
+        self._take(messages)
+
+    def run(self) -> None:
+        """Work until told to end. A full disk ends it with everything finished still in the journal or in memory."""
+        with ThreadPoolExecutor(1, thread_name_prefix="prompts") as self._prompts:
+            try:
+                for result, loaded in self._feed.completed(self._engine.run(self._waves(), self._tick)):
+                    self._deliver(result, loaded)
+                self._writer.close()
+            except LongbatchError as error:
+                self._channel.send("refused", exit_code=int(error.exit_code), message=error.message, hint=error.hint)
+                raise
+        clear_begun(self._folder)
+        self._send_progress()
+        self._channel.send("ended")
+
+    def _waves(self) -> Iterator[list[tuple[Request, Prompt]]]:
+        """The rows of each wave that comes; an empty list while there is nothing new and answers are under way."""
+        while True:
+            if not self._coming:
+                if self._ending or self._stop_at is not None:
+                    return
+                if not self._engine.num_decoding:
+                    if self._finished:
+                        self._send_progress()
+                    self._take(self._channel.receive(BEAT_SECONDS))
+                    self._tick()
+                else:
+                    yield []
+                continue
+            message, future = self._coming[0]
+            if self._engine.num_decoding and (message["alone"] or not future.done()):
+                # A suspect waits until nothing else can be harmed; a wave whose prompts are not made yet waits too.
+                yield []
+                continue
+            self._coming.popleft()
+            rows = future.result()
+            self._begin(message)
+            for result in rows.failures:
+                self._deliver(result, rows.loaded[result.key])
+            self._feed.loaded.update(rows.loaded)
+            yield rows.rows
+            if message["alone"]:
+                while self._engine.num_decoding:
+                    yield []
+
+    def _begin(self, message: Message) -> None:
+        """Put the wave's rows on record, then tell the supervisor."""
+        for row, sample, *_, key, attempt in message["rows"]:
+            self._begun[row, sample] = Begun(row, sample, key, attempt)
+        write_begun(self._folder, self._begun.values())
+        self._channel.send("begin")
+
+    def _deliver(self, result: Result, loaded: Loaded) -> None:
+        if result.timing.total is not None:
+            result.timing.queued = max(0.0, time.time() - self._started - result.timing.total)
+        self._writer.append(result)
+        self._begun.pop((result.row, result.key.sample), None)
+        usage = result.usage
+        kind = None if result.error is None else result.error.type
+        self._finished.append([loaded.entry, kind, usage.prompt_tokens, usage.completion_tokens])
+
+    def _tick(self) -> bool:
+        """Between two steps: news from the supervisor, a sign of life, and whether to stop."""
+        self._take(self._channel.receive())
+        if self._channel.closed:
+            # Nobody is left to work for; everything finished goes to the disk first.
+            self._writer.close()
+            os._exit(ExitCode.INTERRUPTED)
+        now = time.monotonic()
+        if now - self._beat >= BEAT_SECONDS:
+            self._beat = now
+            self._send_progress()
+        return self._stop_at is not None and now >= self._stop_at
+
+    def _send_progress(self) -> None:
+        counters = self._engine.counters
+        finished, self._finished = self._finished, []
+        self._channel.send("beat", finished=finished, **asdict(counters))
+
+    def _take(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message["kind"] == "wave":
+                wanted = [
+                    Wanted(entry, row, sample, Location(*location), bytes.fromhex(content), attempt)
+                    for row, sample, entry, location, content, _, attempt in message["rows"]
+                ]
+                self._coming.append((message, self._prompts.submit(self._feed.read, message["wave"], wanted)))
+            elif message["kind"] == "end":
+                self._ending = True
+            elif message["kind"] == "stop":
+                self._stop_at = time.monotonic() + message["grace"]
+
+
+def load_engine(job: Job, setup: WorkerSetup) -> Engine:
+    """The weights and the cache: the part of a worker that needs torch."""
+    import torch
+
+    from longbatch.cache import PAGE_TOKENS, KVCache
+    from longbatch.engine import Engine, EngineLimits
+    from longbatch.models import load
+
+    settings, budget = job.settings, setup.budget
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device, dtype = torch.device(setup.device.torch_name), getattr(torch, job.dtype)
+    model = load(job.model_dir, dtype, device)
+    shapes = [(layer.num_kv_heads, layer.head_dim) for layer in job.spec.layers]
+    cache = KVCache(shapes, budget.kv_tokens // PAGE_TOKENS, dtype=dtype, device=device)
+    limits = EngineLimits(
+        step_tokens=budget.wave_tokens,
+        tile_rows=budget.tile_tokens,
+        decode_rows=settings.decode_batch or (256 if setup.device.on_gpu else 64),
+        max_tokens=settings.max_tokens,
+        run_seed=settings.seed,
+        row_seconds=settings.row_timeout,
+    )
+    tokenizer = job.builder.tokenizer
+    named = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return Engine(model, tokenizer, cache, limits, eos_ids=frozenset((*job.spec.eos_ids, *named)))
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel kills this process when the supervisor dies, even in the middle of a long step."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
