@@ -539,6 +539,26 @@ def test_a_decode_step_that_fails_for_one_row(
     assert_same(found, expected)
 
 
+def test_rows_set_aside_come_before_new_ones(
+    model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of four rows runs out of memory once: two wait, and are not overtaken by the rows to come."""
+    forward, failed = DecodeBatch.forward, []
+
+    def failing(batch: DecodeBatch) -> torch.Tensor:
+        if not failed:
+            failed.append(len(batch))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(batch)
+
+    monkeypatch.setattr(DecodeBatch, "forward", failing)
+    engine = new_engine(model, tokenizer, decode_rows=4)
+    order = [result.row for result in engine.run([[generate(row, random_ids(9, row)) for row in range(12)]])]
+    assert failed == [4]
+    assert sorted(order) == list(range(12))
+    assert set(order[:4]) == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_lost_device_ends_the_run(
     model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, phase: str

@@ -78,6 +78,16 @@ def test_many_waves_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rows 50 rows: 50 run in 50 waves" in lines
 
 
+def test_the_price(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlanView(make_plan([100]), "m", "float32", CPU, 1, price_per_gpu_hour=3.0)
+    assert "price about 0.10, at 3.00 an hour" in printed(view, capsys)
+    assert view.as_dict()["price"] == 0.1
+    free = PlanView(make_plan([100]), "m", "float32", CPU, 1, price_per_gpu_hour=0.0)
+    assert "price about 0.00, at 0.00 an hour" in printed(free, capsys)
+    unknown = PlanView(make_plan([100]), "m", "float32", CPU, 1)
+    assert not any(line.startswith("price") for line in printed(unknown, capsys))
+
+
 def test_nothing_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(PlanView(make_plan([]), "m", "float32", CPU, 3, 3), capsys)
     assert "rows 3 rows: 0 run in 0 waves, 3 are finished" in lines

@@ -68,8 +68,12 @@ def measure(sizes: Sizes | None = None, device_name: str = "cuda:0") -> list[Mea
 
 
 def prefill_bound(limits: Limits, sizes: Sizes) -> float:
-    """Seconds of the prefill's matrix products alone; attention and all else left out."""
-    return limits.gemm_seconds * sizes.shape.num_layers * sizes.num_rows * sizes.prompt_tokens / limits.rows
+    """Seconds of the prefill's matrix products alone, attention and all else left out. The last layer needs only K
+    and V, but for one position a row."""
+    shape = sizes.shape
+    kv_share = 2 * shape.num_kv_heads / (shape.num_heads + 2 * shape.num_kv_heads)
+    layers = (shape.num_layers - 1) * sum(limits.gemm_seconds) + kv_share * limits.gemm_seconds[0]
+    return layers * sizes.num_rows * sizes.prompt_tokens / limits.rows
 
 
 def decode_bound(limits: Limits, sizes: Sizes) -> float:
@@ -92,7 +96,7 @@ def _speeds(runs: list[CommandRun], limits: Limits, sizes: Sizes, checked: bool)
     products, reads, both = "GEMM bound", "bandwidth bound", "GEMM and bandwidth bound"
     rows = [
         Measurement(products, "prefill", prefill, "s", None, None, True),
-        Measurement(products, "matrix products", flops / limits.gemm_seconds / 1e12, "TFLOP/s", None, None, True),
+        Measurement(products, "matrix products", flops / sum(limits.gemm_seconds) / 1e12, "TFLOP/s", None, None, True),
         Measurement(reads, "decode", decode, "s", None, None, True),
         Measurement(reads, "copy", limits.bandwidth / 1e12, "TB/s", None, None, True),
     ]

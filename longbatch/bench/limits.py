@@ -13,11 +13,11 @@ MOST_ROWS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """gemm_seconds: all products of the shapes given, once, over `rows` rows. bandwidth: bytes read and written per
+    """gemm_seconds: each product of the shapes given, once, over `rows` rows. bandwidth: bytes read and written per
     second by a copy."""
 
     rows: int
-    gemm_seconds: float
+    gemm_seconds: tuple[float, ...]
     bandwidth: float
 
 
@@ -31,7 +31,7 @@ def measure_limits(
     info = next(info for info in device.detect() if info.torch_name == device_name)
     bandwidth = device.measure(info, dtype_name).bandwidth
     place, dtype = torch.device(device_name), getattr(torch, dtype_name)
-    rows, total = min(num_tokens, MOST_ROWS), 0.0
+    rows, found = min(num_tokens, MOST_ROWS), []
     with torch.inference_mode():
         for num_inputs, num_outputs in products:
             left = torch.randn(rows, num_inputs, device=place, dtype=dtype)
@@ -50,5 +50,5 @@ def measure_limits(
             multiply(1)
             times = max(1, int(seconds / multiply(2)))
             multiply(times)
-            total += multiply(times)
-    return Limits(rows, total, bandwidth)
+            found.append(multiply(times))
+    return Limits(rows, tuple(found), bandwidth)

@@ -13,7 +13,23 @@ from typing import Annotated
 import typer
 
 from longbatch import __version__
-from longbatch.cli import bench, config, convert, doctor, export, merge, models, plan, run, validate, verify
+from longbatch.cli import (
+    bench,
+    config,
+    convert,
+    doctor,
+    export,
+    merge,
+    models,
+    plan,
+    retry,
+    run,
+    slurm,
+    status,
+    stop,
+    validate,
+    verify,
+)
 from longbatch.config import cache_folder
 from longbatch.errors import ExitCode, LongbatchError
 
@@ -34,6 +50,10 @@ app = typer.Typer(
 app.command()(run.run)
 app.command()(plan.plan)
 app.command()(validate.validate)
+app.command()(status.status)
+app.command()(stop.stop)
+app.command()(retry.retry)
+app.command()(slurm.slurm)
 app.command()(merge.merge)
 app.command()(verify.verify)
 app.command()(export.export)

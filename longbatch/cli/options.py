@@ -31,6 +31,15 @@ _METAVARS = {
     "system": "TEXT",
     "max_wave_seconds": "SECONDS",
     "max_row_bytes": "BYTES",
+    "abort_on_failures": "N|P%|off",
+    "shard": "I/N|auto",
+    "grace": "SECONDS",
+    "max_time": "DURATION",
+    "max_gpu_hours": "HOURS",
+    "row_timeout": "SECONDS",
+    "price_per_gpu_hour": "PRICE",
+    "on_finish": "COMMAND",
+    "spill": "FOLDER",
 }
 Sources = Annotated[
     list[str],
@@ -47,7 +56,8 @@ RunFolderPath = Annotated[Path, typer.Argument(metavar="OUT", help="run folder")
 
 
 def settings_flags(*names: str) -> Callable[[Callable[..., Outcome]], Callable[..., Outcome]]:
-    """Give a command one flag for each named setting, and `--config`; it receives the resolved `settings`.
+    """Give a command one flag for each named setting, and `--config`; it receives the resolved `settings`, or, if it
+    has a parameter of that name, `resolved`, which tells where each came from too.
 
     Every flag is optional: what is not given comes from the environment, the files or the default.
     """
@@ -56,10 +66,13 @@ def settings_flags(*names: str) -> Callable[[Callable[..., Outcome]], Callable[.
         @functools.wraps(command)
         def resolved(config: Path | None, **values: Any) -> Outcome:
             flags = {name: values.pop(name) for name in names}
-            return command(settings=resolve(flags, config_file=config).settings, **values)
+            found = resolve(flags, config_file=config)
+            known = {"resolved": found} if wants_origins else {"settings": found.settings}
+            return command(**known, **values)
 
         own = list(inspect.signature(command, eval_str=True).parameters.values())
-        parameters = [parameter for parameter in own if parameter.name != "settings"]
+        wants_origins = any(parameter.name == "resolved" for parameter in own)
+        parameters = [parameter for parameter in own if parameter.name not in ("settings", "resolved")]
         parameters += [_parameter(name) for name in names]
         parameters.append(_keyword("config", Config))
         resolved.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

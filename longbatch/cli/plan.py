@@ -6,11 +6,23 @@ from longbatch.cli.options import ALL_SETTINGS, Sources, print_json, settings_fl
 from longbatch.config import Settings
 from longbatch.errors import ExitCode
 
-# What a plan does not depend on and its output does not show.
-_NOT_PLANNED = {"allow_failures", "keep_columns", "progress", "quiet"}
+# What neither a plan nor the identity of the run folder that it may start depends on.
+NOT_PLANNED = {
+    "abort_on_failures",
+    "allow_failures",
+    "grace",
+    "max_gpu_hours",
+    "max_time",
+    "on_finish",
+    "progress",
+    "quiet",
+    "row_timeout",
+    "skip_if_running",
+    "spill",
+}
 
 
-@settings_flags(*[name for name in ALL_SETTINGS if name not in _NOT_PLANNED])
+@settings_flags(*[name for name in ALL_SETTINGS if name not in NOT_PLANNED])
 def plan(sources: Sources, settings: Settings) -> ExitCode:
     """Count, sort and price the rows without running them. With -o the plan is stored and `run` reuses it."""
     return show_plan(sources, settings)

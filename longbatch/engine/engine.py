@@ -141,7 +141,10 @@ class Engine:
 
     def _admissible(self, waiting: list[Sequence]) -> int:
         """How many of the waiting rows can be prefilled now. While others decode, rows that cannot all start wait
-        until at least half as many as decode can, so that prefill steps stay large."""
+        until at least half as many as decode can, so that prefill steps stay large; and while some are parked, none
+        start, so that the parked ones get their turn."""
+        if self._parked:
+            return 0
         free, places = self.cache.pool.num_free, self.limits.decode_rows - self.num_decoding
         tokens = taken = 0
         for sequence in waiting:
@@ -302,8 +305,9 @@ class Engine:
         self.counters.decode_tokens += len(sequences)
         self.counters.decode_seconds += end - begin
         results: list[Result] = []
+        per_work = (end - begin) / sum(work)
         for sequence, share, alive in zip(sequences, work, live, strict=True):
-            sequence.result.usage.gpu_seconds += (end - begin) * share / sum(work)
+            sequence.result.usage.gpu_seconds += share * per_work
             if not alive:
                 sequence.stamp(end)
                 results.append(sequence.result)

@@ -11,7 +11,7 @@ from longbatch.device import DeviceInfo
 from longbatch.errors import RowError
 from longbatch.plan import Plan
 from longbatch.report.console import plain_table, standard_output
-from longbatch.report.units import bytes_text, seconds_text
+from longbatch.report.units import bytes_text, money_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,7 @@ class PlanView:
 
     model: name or folder. dtype: resolved. num_rows: answers that the manifest asks for. num_finished: answered by
     an earlier run. refusals: rows that cannot run, for whatever reason, those the plan refused included.
-    stored: where the plan was saved.
+    stored: where the plan was saved. price_per_gpu_hour: as the user set it.
     """
 
     plan: Plan
@@ -59,6 +59,14 @@ class PlanView:
     num_finished: int = 0
     refusals: Refusals = field(default_factory=Refusals)
     stored: Path | None = None
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def price(self) -> float | None:
+        """What the device time of the plan costs at most; more devices share the time, not the price."""
+        if self.price_per_gpu_hour is None:
+            return None
+        return self.plan.totals.seconds / 3600 * self.price_per_gpu_hour
 
     def as_dict(self) -> dict[str, Any]:
         """The view as JSON values, for `--json`."""
@@ -86,6 +94,7 @@ class PlanView:
                 kind: {"count": count, "examples": self.refusals.examples[kind]}
                 for kind, count in self.refusals.counts.items()
             },
+            "price": self.price,
             "stored": str(self.stored) if self.stored else None,
         }
 
@@ -128,6 +137,10 @@ def _facts(view: PlanView) -> Table:
         f"about {seconds_text(totals.seconds)}: prefill {seconds_text(totals.prefill_seconds)}, "
         f"decode at most {seconds_text(totals.decode_seconds)}",
     )
+    if view.price is not None:
+        table.add_row(
+            "price", f"about {money_text(view.price)}, at {money_text(view.price_per_gpu_hour or 0.0)} an hour"
+        )
     return table
 
 

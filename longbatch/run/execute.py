@@ -29,6 +29,7 @@ from longbatch.run.planning import Remaining, get_index, index_path, remaining
 from longbatch.run.shard import Shard
 from longbatch.run.status import Snapshot, StatusFile, WorkerState
 from longbatch.run.stopping import StopRequest
+from longbatch.run.stored import save_command
 from longbatch.run.supervisor import ENGINE, Supervisor, newest_attempt
 
 # A job that is requeued this often without an end has another problem than time.
@@ -50,6 +51,7 @@ def execute(settings: Settings, sources: list[str], *, engine: str = ENGINE) -> 
     run = Run(job, folder, shard, say)
     try:
         with Owner.acquire(folder.work, run.name), _log_to(folder), StopRequest() as stop:
+            save_command(folder.work, settings, sources)
             code, summary = run.go(engine, stop)
     except RunningError as error:
         if not settings.skip_if_running:

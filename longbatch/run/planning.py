@@ -142,4 +142,5 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
         num_finished=left.num_finished,
         refusals=refusals,
         stored=None if folder is None else folder.path,
+        price_per_gpu_hour=settings.price_per_gpu_hour,
     )

@@ -13,6 +13,7 @@ ASK_SECONDS = 10.0
 # In these states the job's processes exist; suspended ones do nothing until they are resumed.
 LIVE_STATES = frozenset({"RUNNING", "COMPLETING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"})
 GONE = "GONE"
+RESTART_COUNT = "SLURM_RESTART_COUNT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def job_id(environ: Mapping[str, str]) -> str | None:
 
 def restart_count(environ: Mapping[str, str]) -> int:
     """How often the job was requeued; Slurm sets the variable from the second start on."""
-    found = environ.get("SLURM_RESTART_COUNT", "")
+    found = environ.get(RESTART_COUNT, "")
     return int(found) if found.isdigit() else 0
 
 
@@ -85,10 +86,10 @@ def requeue(environ: Mapping[str, str], *, num_finished: int, most: int) -> str 
     if found is None or found.state != "RUNNING":
         return f"Slurm job {job} is not requeued: its state is {'unknown' if found is None else found.state}"
     done = _call("scontrol", "requeue", job)
-    if done is None or done.returncode != 0:
-        reason = "scontrol does not answer" if done is None else done.stderr.strip().splitlines()[-1:]
-        return f"Slurm job {job} is not requeued: {reason if isinstance(reason, str) else ''.join(reason)}"
-    return None
+    if done is not None and done.returncode > 0:
+        return f"Slurm job {job} is not requeued: {done.stderr.strip()}"
+    # Slurm ends all processes of the job, and often scontrol before it can report its success.
+    return f"Slurm job {job} is not requeued: scontrol does not answer" if done is None else None
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str] | None:
