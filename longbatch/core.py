@@ -230,8 +230,8 @@ class TokenLogprob:
 class Result:
     """The answer to one request, or the reason why there is none. One row of the output.
 
-    Set by the engine: status, text, label, embedding, logprobs, finish_reason, usage, timing, error.
-    Set by the run: placement fields, attempt, carried.
+    Set by the engine: status, text, label, embedding, logprobs, finish_reason, usage, timing, error, notes.
+    Set by the run: placement fields, attempt, carried. notes: what was done otherwise than planned, in order.
     """
 
     key: RowKey
@@ -250,6 +250,7 @@ class Result:
     attention_density: float | None = None
     wave: int | None = None
     width: int | None = None
+    notes: list[str] = field(default_factory=list)
     attempt: int = 1
     carried: dict[str, Any] = field(default_factory=dict)
     fingerprint: bytes = b""

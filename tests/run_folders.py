@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-
 import tiny_models
 from engine_rows import word_tokenizer
+
 from longbatch.config import resolve
 from longbatch.errors import ExitCode
 from longbatch.run import execute
@@ -19,8 +19,12 @@ from longbatch.run import execute
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+def make_tiny_model(folder: Path) -> Path:
     """A Llama of 200 words without end tokens, so that answers have the length asked for."""
-    folder = tmp_path_factory.mktemp("tiny-model")
     tiny_models.save("llama", folder)
     word_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -127,11 +127,12 @@ def test_a_bug_exits_1_and_keeps_its_traceback_in_a_file(
     assert main([]) == 1
     printed = capsys.readouterr().err
     (log,) = (tmp_path / "logs").iterdir()
-    assert printed == f"error: internal error: ZeroDivisionError: by nothing\nhint: the traceback is in {log}\n"
-    assert "Traceback" in log.read_text()
+    assert printed == f"error: internal error: ZeroDivisionError\nhint: the traceback is in {log}\n"
+    assert log.read_text().startswith("Traceback")
+    assert log.read_text().endswith("\nZeroDivisionError\n"), "its message might quote a prompt"
     monkeypatch.setenv("LONGBATCH_CACHE_DIR", str(log / "not a folder"))
     assert main([]) == 1
-    assert capsys.readouterr().err == "error: internal error: ZeroDivisionError: by nothing\n"
+    assert capsys.readouterr().err == "error: internal error: ZeroDivisionError\n"
 
 
 def test_config_shows_each_value_with_its_origin(environment: dict[str, str], tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from engine_rows import VOCABULARY, new_engine, random_ids, request, run_rows, w
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from longbatch.core import Prompt, Request, Result, RowKey
-from longbatch.engine import Engine
+from longbatch.engine import Engine, warm_up
 from longbatch.engine.decode import DecodeBatch
+from longbatch.engine.limits import Counters
 from longbatch.errors import DeviceError
 from longbatch.models import load
 from longbatch.models.decoder import Decoder
@@ -729,3 +730,10 @@ def test_a_caller_that_leaves(model: Decoder, tokenizer: Tokenizer, alone: dict[
     results.close()  # type: ignore[attr-defined]
     assert engine.cache.pool.num_free == engine.cache.pool.num_pages
     assert_same(by_row(run_rows(engine, sixteen_rows())), alone)
+
+
+def test_warm_up_leaves_nothing(model: Decoder, tokenizer: Tokenizer) -> None:
+    engine = new_engine(model, tokenizer)
+    warm_up(engine)
+    assert engine.counters == Counters()
+    assert engine.cache.pool.num_free == engine.cache.pool.num_pages

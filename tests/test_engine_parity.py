@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
 import tiny_models
+import torch
 from engine_rows import new_cache, random_ids, request, word_tokenizer
+
 from longbatch.cache.pages import pages_for
 from longbatch.core import Prompt, Result
 from longbatch.engine.decode import DecodeBatch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from longbatch_kernels.paged_decode import paged_decode, paged_decode_ref  # noqa: E402
+from longbatch_kernels.paged_decode import paged_decode, paged_decode_ref
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

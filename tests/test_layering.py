@@ -30,7 +30,7 @@ ORDER = (
     ("output",),
     ("config",),
     ("core",),
-    ("device", "trace", "sandbox"),
+    ("device", "trace", "sandbox", "privacy"),
     ("errors",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
@@ -55,6 +55,7 @@ TORCH_FREE = (
     "device",
     "trace",
     "sandbox",
+    "privacy",
     "errors",
 )
 

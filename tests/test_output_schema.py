@@ -34,6 +34,7 @@ RESULT_COLUMNS = [
     "attention",
     "placement",
     "media",
+    "notes",
     "attempt",
     "run_id",
     "config_hash",
@@ -69,6 +70,7 @@ def test_every_field_of_a_result_is_stored(tmp_path: Path) -> None:
         attention_density=0.25,
         wave=4,
         width=2,
+        notes=["out of memory: tiles of 512 rows", "resumed at token 64"],
         attempt=3,
     )
     row = merged(tmp_path, result).to_pylist()[0]
@@ -121,6 +123,7 @@ def test_every_field_of_a_result_is_stored(tmp_path: Path) -> None:
             "slurm_task": None,
         },
         "media": None,
+        "notes": ["out of memory: tiles of 512 rows", "resumed at token 64"],
         "attempt": 3,
     }
 

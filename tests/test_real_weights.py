@@ -22,7 +22,7 @@ from longbatch.prompt import Tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 NEW_TOKENS = 64
 SCORE_TOLERANCE = 1e-4
-QUICK = [50, 130, 700]
+QUICK = [50, 130]
 FULL = np.geomspace(50, 6000, 20).round().astype(int).tolist()
 MODELS = ["smollm2_dir", "gemma3_dir"]
 

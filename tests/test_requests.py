@@ -199,10 +199,12 @@ def test_retry_runs_the_chosen_rows_again(broken_run: tuple[Path, Path]) -> None
     # Settled by the new answer, so that a run without a wish repeats it no more.
     run(folder / "manifest.jsonl", Path(read_command(folder / "out" / "_work").values["model"]), out)
     assert results(out)[1]["attempt"] == after[1]["attempt"]
-    (folder / "late.txt").write_text(words(4))
     code, said = retry_rows(out)
-    assert code is ExitCode.FAILED_ROWS
-    assert [row["status"] for row in results(out)] == ["ok", "error", "error", "ok"]
+    assert (code, said) == (
+        ExitCode.FAILED_ROWS,
+        ["running again: 1 prompt_too_long, 1 invalid_value, 1 file_missing"],
+    )
+    assert [row["attempt"] - old["attempt"] for row, old in zip(results(out), after, strict=True)][:3] == [0, 1, 1]
 
 
 def test_retry_with_what_is_not_stored(broken_run: tuple[Path, Path]) -> None:

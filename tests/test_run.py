@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from run_folders import results, run, tiny_model, words, write_manifest
 
 from longbatch.config import resolve
 from longbatch.errors import ExitCode, UsageError
 from longbatch.run import make_plan
 from longbatch.run.index import RowIndex
-from run_folders import results, run, tiny_model, words, write_manifest
 
 __all__ = ["tiny_model"]
 

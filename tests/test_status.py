@@ -80,10 +80,10 @@ def test_what_is_written_is_read(folder: RunFolder) -> None:
     assert supervisor.snapshot == written
     assert (supervisor.name, supervisor.host, supervisor.pid) == ("run", socket.gethostname(), os.getpid())
     assert before <= supervisor.updated <= time.time()
-    assert supervisor.active
+    assert supervisor.alive
     assert supervisor.state == "running"
     owner.release()
-    assert not read_supervisors(folder.work)[0].active
+    assert not read_supervisors(folder.work)[0].alive
 
 
 def test_written_at_most_every_two_seconds_or_when_the_state_changes(folder: RunFolder) -> None:
@@ -210,14 +210,14 @@ def test_from_start_to_a_kill(folder: RunFolder, uninstalled_environment: dict[s
             assert status.gpu_hours == 1.0
             talk("go on")
             assert read_status(folder.path).state == "running"
-            assert read_supervisors(folder.work)[0].active
+            assert read_supervisors(folder.work)[0].alive
             talk("kill")
             deadline = time.monotonic() + 10
             while read_status(folder.path).state != "dead" and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert read_status(folder.path).state == "dead", "killed, and not waited for"
         assert read_status(folder.path).state == "dead"
-        assert not read_supervisors(folder.work)[0].active
+        assert not read_supervisors(folder.work)[0].alive
 
 
 def test_one_that_ended_without_a_word_failed(folder: RunFolder, uninstalled_environment: dict[str, str]) -> None:
@@ -399,14 +399,14 @@ def test_what_a_person_reads(folder: RunFolder, capsys: pytest.CaptureFixture[st
         f"run {folder.path}, running",
         "rows 2/4 done, 1 failed",
         "io_error: 1",
-        "rates 0.2 rows/s, prefill 20 tok/s, decode 500 tok/s, 5.0k tokens generated, ETA 10s",
+        "rates 0.2 rows/s, prefill 20 tok/s, decode 500 tok/s, ETA 10s",
         "device time 30m00s, price 1.25",
-        "w0 17 cuda:0 busy 0.0s ago 2 begun",
+        "w0 17 cuda:0 busy 0.0s 2 begun",
     ):
-        assert any(found.startswith(line) or line == found for found in lines) or line in lines, (line, lines)
+        assert line in lines
     (dead,) = [line for line in lines if line.startswith("s9 ")]
     assert "dead" in dead
-    assert "2h00m ago" in dead
+    assert "2h00m" in dead
     assert "\x1b" not in printed.out
 
 

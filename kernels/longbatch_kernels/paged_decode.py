@@ -156,7 +156,7 @@ def paged_decode_merge_kernel(
     if HAS_SINKS:
         b_max = tl.load(sinks + i_h).to(tl.float32) * 1.4426950408889634
         b_sum = 1.0
-    for i in range(0, used):
+    for i in range(used):
         lse = tl.load(partial_lse + row * num_splits + i)
         if lse != -float("inf"):
             new = tl.maximum(b_max, lse)

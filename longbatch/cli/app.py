@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +31,7 @@ from longbatch.cli import (
 )
 from longbatch.config import cache_folder
 from longbatch.errors import ExitCode, LongbatchError
+from longbatch.privacy import error_text, traceback_text
 
 # The base of everything that typer raises about a command line; public only through this subclass.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -101,10 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return ExitCode.OK
     except Exception as error:
-        place = _save_traceback()
-        _print_error(
-            f"internal error: {type(error).__name__}: {error}", f"the traceback is in {place}" if place else None
-        )
+        place = _save_traceback(error)
+        _print_error(f"internal error: {error_text(error)}", f"the traceback is in {place}" if place else None)
         return ExitCode.INTERNAL
 
 
@@ -125,12 +123,12 @@ def _print_usage_error(error: Exception) -> int:
     return ExitCode.USAGE
 
 
-def _save_traceback() -> Path | None:
+def _save_traceback(error: Exception) -> Path | None:
     folder = cache_folder() / "logs"
     path = folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback.format_exc(), encoding="utf-8")
+        path.write_text(traceback_text(error), encoding="utf-8")
     except OSError:
         return None
     return path

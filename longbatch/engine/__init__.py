@@ -2,5 +2,6 @@
 
 from longbatch.engine.engine import Engine
 from longbatch.engine.limits import EngineLimits
+from longbatch.engine.warmup import warm_up
 
-__all__ = ["Engine", "EngineLimits"]
+__all__ = ["Engine", "EngineLimits", "warm_up"]

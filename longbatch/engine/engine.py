@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
 
 from longbatch.cache import PAGE_TOKENS, KVCache
-from longbatch.core import Prompt, Request, Result, TokenLogprob
+from longbatch.core import Prompt, Request, Result
+from longbatch.engine.answers import Answers
 from longbatch.engine.decode import DecodeBatch
-from longbatch.engine.faults import late, nonfinite, require_device, row_error
-from longbatch.engine.jobs import Owner, conclude, family_of, open_sequence, shared_family
+from longbatch.engine.faults import require_device, row_error
+from longbatch.engine.jobs import Owner, conclude, families_of, open_sequence, work_of
+from longbatch.engine.ladder import Ladder, Shape, step_down
 from longbatch.engine.limits import Counters, EngineLimits
 from longbatch.engine.packing import Family, pack
 from longbatch.engine.prefill import prefill
 from longbatch.engine.readout import LOGIT_TILE, LastReader, Reader, deliver
-from longbatch.engine.sampler import Choice, Draw, sample
 from longbatch.engine.sequence import Sequence
-from longbatch.engine.sharing import group
+from longbatch.engine.spill import Spill
 from longbatch.errors import RowError
 from longbatch.models.decoder import Decoder
 from longbatch.prompt import Tokenizer
-from longbatch.prompt.reasoning import split_reasoning
 
 Row = tuple[Request, Prompt]
 _log = logging.getLogger(__name__)
@@ -41,13 +41,23 @@ class Engine:
     """Runs rows on one device; `run` is the whole of it."""
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, cache: KVCache, limits: EngineLimits, *, eos_ids: frozenset[int]
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        cache: KVCache,
+        limits: EngineLimits,
+        *,
+        eos_ids: frozenset[int],
+        spill: Spill | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.cache = cache
         self.limits = limits
         self.counters = Counters()
+        self.spill = spill
+        self._ladder = Ladder(limits)
+        self._answers = Answers(tokenizer, cache, limits)
         self._eos = eos_ids
         self._batch = DecodeBatch(model, cache)
         self._parked: list[tuple[Sequence, int]] = []
@@ -75,52 +85,59 @@ class Engine:
 
     def _wave(self, wave: list[Row]) -> Iterator[Result]:
         """Prefill every row of a wave; those that generate may still be decoding afterwards."""
-        waiting: list[Sequence] = []
-        for request, prompt in wave:
-            sequence = self._open(request, prompt)
-            refusal = self._refusal(sequence)
-            if refusal is None:
-                waiting.append(sequence)
-            else:
-                sequence.fail(refusal)
-                yield sequence.result
+        waiting, refused = self._sorted_out([self._open(request, prompt) for request, prompt in wave])
+        yield from refused
         while waiting:
             taken = self._admissible(waiting)
             if not taken:
                 yield from self._decode_step()
                 continue
             starting, waiting = waiting[:taken], waiting[taken:]
-            now = time.monotonic()
+            now, num_lessons = time.monotonic(), self._ladder.num_lessons
             for sequence in starting:
-                sequence.started = now
-            yield from self._start(starting)
+                sequence.started = sequence.started or now
+            again: list[Sequence] = []
+            most = yield from self._start(starting, again)
+            if 0 < most < sum(sequence.num_tokens for sequence in starting):
+                self._ladder.wave_tokens = most
+            if self._ladder.num_lessons > num_lessons:
+                waiting, refused = self._sorted_out([self._reopened(sequence) for sequence in waiting])
+                yield from refused
+            waiting = again + waiting
 
     @property
     def num_decoding(self) -> int:
         """Rows whose answers are under way."""
         return len(self._batch) + len(self._parked)
 
-    def _open(self, request: Request, prompt: Prompt) -> Sequence:
-        return open_sequence(request, prompt, self.tokenizer, self.limits, self._eos)
+    def _open(self, request: Request, prompt: Prompt, shape: Shape | None = None) -> Sequence:
+        return open_sequence(request, prompt, self.tokenizer, self._ladder, self._eos, shape)
 
     def _ask(self) -> None:
         """Called before every step."""
         if self._should_stop():
             raise _StoppedError
 
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.pages is not None:
-            self.cache.pool.release(sequence.pages)
-            sequence.pages = None
-
     def _drop(self) -> None:
         """Give back the pages of rows that will not be completed."""
         for sequence in (*self._batch.sequences, *(parked for parked, _ in self._parked)):
-            self._release(sequence)
+            sequence.release(self.cache.pool)
         self._batch = DecodeBatch(self.model, self.cache)
         self._parked = []
 
     # ------------------------------------------------------------------------------------- admission
+
+    def _sorted_out(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Result]]:
+        """The rows that can run, and the results of those that never can."""
+        able, refused = [], []
+        for sequence in sequences:
+            refusal = self._refusal(sequence)
+            if refusal is None:
+                able.append(sequence)
+            else:
+                sequence.fail(refusal)
+                refused.append(sequence.result)
+        return able, refused
 
     def _refusal(self, sequence: Sequence) -> RowError | None:
         """Why a row can never run: not even the empty cache holds it, or the model has not all of its tokens."""
@@ -152,7 +169,8 @@ class Engine:
             if sequence.num_pages > free or (decodes and places == 0):
                 break
             tokens += sequence.num_tokens
-            if taken and tokens > self.limits.step_tokens:
+            alone = sequence.chunked or waiting[0].chunked
+            if taken and (alone or tokens > self._ladder.wave_tokens):
                 return taken
             taken += 1
             free -= sequence.num_pages
@@ -161,45 +179,81 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- prefill
 
-    def _start(self, sequences: list[Sequence]) -> Iterator[Result]:
-        """Prefill rows together; if that fails, each half by itself, down to the row that fails alone."""
-        results = self._attempt(sequences)
-        if results is not None:
-            yield from results
-            return
-        half = len(sequences) // 2
-        for part in (sequences[:half], sequences[half:]):
-            yield from self._start([self._reopened(sequence) for sequence in part])
+    def _start(self, sequences: list[Sequence], again: list[Sequence]) -> Generator[Result, None, int]:
+        """Prefill rows together; if that fails, each half by itself, down to the row that fails alone. Returns the
+        most tokens that ran together, 0 if a row is to blame and not their number.
 
-    def _attempt(self, sequences: list[Sequence]) -> list[Result] | None:
-        """Results of the rows that a prefill completes; None if it failed and more than one row may be to blame.
+        again: gets the rows that have to be admitted once more, smaller pieces of them or with more pages.
+        """
+        outcome = self._attempt(sequences)
+        if not isinstance(outcome, RowError):
+            yield from outcome
+            return sum(sequence.num_tokens for sequence in sequences)
+        first = sequences[0]
+        lacks_memory = outcome.type == "out_of_memory"
+        if len(sequences) == 1:
+            smaller = self._smaller(first) if lacks_memory else None
+            if smaller is None:
+                yield self._failed(first, outcome)
+            else:
+                again.append(smaller)
+            return 0
+        if lacks_memory:
+            for sequence in sequences:
+                sequence.result.notes.append(f"out of memory: wave of {len(sequences):,} rows halved")
+        half, ran = len(sequences) // 2, []
+        for part in (sequences[:half], sequences[half:]):
+            fresh = [self._reopened(sequence) for sequence in part]
+            if sum(sequence.num_pages for sequence in fresh) > sum(sequence.num_pages for sequence in part):
+                again += fresh
+                ran.append(0)
+            else:
+                ran.append((yield from self._start(fresh, again)))
+        return max(ran) if all(ran) else 0
+
+    def _attempt(self, sequences: list[Sequence]) -> list[Result] | RowError:
+        """Results of the rows that a prefill completes, or what it failed of.
 
         The caller goes on outside of the exception, whose traceback would keep the step's tensors alive.
         """
         try:
-            return self._prefill(sequences)
+            finished = self._prefill(sequences)
         except BaseException as fault:
             for sequence in sequences:
-                self._release(sequence)
+                sequence.release(self.cache.pool)
             if not isinstance(fault, (RuntimeError, MemoryError)):
                 raise
             require_device(fault)
-            return [self._failed(sequences[0], fault)] if len(sequences) == 1 else None
+            error = row_error(fault)
+            _log.warning("prefill of %d rows failed: %s", len(sequences), error.type, exc_info=fault)
+            return error
+        for sequence in sequences:
+            remark = self._ladder.remark(sequence.num_tokens, sequence.shape)
+            if remark is not None:
+                sequence.result.notes.append(remark)
+        if len(sequences) == 1:
+            self._ladder.learn(sequences[0].num_tokens, sequences[0].shape)
+        return finished
 
-    def _reopened(self, sequence: Sequence) -> Sequence:
+    def _smaller(self, sequence: Sequence) -> Sequence | None:
+        """The row one step further down the ladder, as far as the pages allow; None at the bottom."""
+        shape = self._ladder.below(sequence.shape, sequence.num_tokens)
+        if shape is None:
+            return None
+        smaller = self._reopened(sequence, shape)
+        smaller.result.notes.append(step_down(sequence.shape, shape))
+        return smaller if self._refusal(smaller) is None else None
+
+    def _reopened(self, sequence: Sequence, shape: Shape | None = None) -> Sequence:
         """The row as it was before a prefill that failed."""
-        fresh = self._open(sequence.request, sequence.prompt)
-        fresh.started = sequence.started
+        fresh = self._open(sequence.request, sequence.prompt, shape)
+        fresh.started, fresh.result.notes = sequence.started, sequence.result.notes
         return fresh
 
     def _prefill(self, sequences: list[Sequence]) -> list[Result]:
         begin = time.monotonic()
-        families = list(self._families(sequences))
-        limits, device = self.limits, self.cache.device
-        for packed in pack(families, step_tokens=limits.step_tokens, tile_rows=limits.tile_rows, device=device):
-            self._ask()
-            reads = [(branch.owner.reader, start, stop) for branch, start, stop in packed.reads]
-            deliver(self.model, prefill(self.model, self.cache, packed.step), reads)
+        families = list(families_of(sequences, self.model, self.cache.pool))
+        resumed = self._run_steps(families, sequences)
         readers: dict[int, list[Reader]] = {}
         for family in families:
             for branch in family.branches:
@@ -207,10 +261,10 @@ class Engine:
         finished = [sequence for sequence in sequences if not sequence.request.task.decodes]
         for sequence in finished:
             conclude(sequence, readers[id(sequence)], self.model, self.tokenizer)
-            self._release(sequence)
+            sequence.release(self.cache.pool)
         finished += self._first_tokens([(s, readers[id(s)][0]) for s in sequences if s.request.task.decodes])
         end = time.monotonic()
-        self.counters.prefill_tokens += sum(family.num_tokens for family in families)
+        self.counters.prefill_tokens += sum(family.num_tokens for family in families) - resumed
         self.counters.prefill_seconds += end - begin
         for sequence in sequences:
             timing = sequence.result.timing
@@ -220,35 +274,34 @@ class Engine:
                 sequence.decode_started = end
         for sequence in finished:
             sequence.stamp(end)
-        work = [part for family in families for part in self._work(family)]
+        work = [part for family in families for part in work_of(family, self.model.spec)]
         total = sum(flops for _, flops in work)
         for sequence, flops in work:
             sequence.result.usage.gpu_seconds += (end - begin) * flops / total
         return [sequence.result for sequence in finished]
 
-    def _families(self, sequences: list[Sequence]) -> Iterator[Family[Owner]]:
-        """The token sequences to run: beginnings that rows share are taken once."""
-        pool = self.cache.pool
-        # Where frequencies depend on a row's length, equal tokens do not have equal keys.
-        shareable = not any(rope.needs_lengths for rope in self.model.ropes)
-        for trunk, rows in group(sequences) if shareable else [(0, sequences)]:
-            if trunk:
-                yield shared_family(rows, trunk, pool)
-            else:
-                for sequence in rows:
-                    yield family_of(sequence, self.model, pool)
-
-    def _work(self, family: Family[Owner]) -> Iterator[tuple[Sequence, float]]:
-        """Floating-point operations of each branch, and its part of the trunk's: matrix products, and attention over
-        what each token sees."""
-        spec = self.model.spec
-        per_key = sum(4 * layer.num_heads * layer.head_dim for layer in spec.layers)
-        trunk = len(family.trunk)
-        shared = (spec.matmul_flops_per_token * trunk + per_key * trunk * trunk / 2) / len(family.branches)
-        for branch in family.branches:
-            own = len(branch.ids)
-            flops = spec.matmul_flops_per_token * own + per_key * own * (trunk + own / 2)
-            yield branch.owner.sequence, shared + flops
+    def _run_steps(self, families: list[Family[Owner]], sequences: list[Sequence]) -> int:
+        """Run what is to be read; returns how many tokens of it lay on the disk."""
+        first = sequences[0]
+        tile_rows, step_tokens = min(sequence.shape.tile_rows for sequence in sequences), first.shape.step_tokens
+        if len(sequences) > 1:
+            # They were admitted together, so they fit.
+            step_tokens = sum(sequence.num_tokens for sequence in sequences)
+        spilled = None
+        if self.spill is not None and len(sequences) == 1 and first.pages is not None:
+            spilled = self.spill.row(families[0], self.cache)
+        start = 0 if spilled is None else spilled.resume()
+        if start:
+            first.result.usage.cached_tokens = start
+            first.result.notes.append(f"resumed at token {start:,}")
+        device = self.cache.device
+        for packed in pack(families, step_tokens=step_tokens, tile_rows=tile_rows, device=device, start=start):
+            self._ask()
+            reads = [(branch.owner.reader, low, high) for branch, low, high in packed.reads]
+            deliver(self.model, prefill(self.model, self.cache, packed.step), reads)
+            if spilled is not None:
+                spilled.save(packed.step)
+        return start
 
     def _first_tokens(self, starting: list[tuple[Sequence, Reader]]) -> list[Sequence]:
         """Sample the first token of each prefilled row. Rows that go on join the decode batch; the others are
@@ -262,9 +315,9 @@ class Engine:
             hidden = [reader.hidden for _, reader in part if isinstance(reader, LastReader)]
             logits = self._logits(torch.cat([state for state in hidden if state is not None]))
             sequences = [sequence for sequence, _ in part]
-            choice = self._choose(sequences, logits)
+            choice = self._answers.choose(sequences, logits)
             for sequence, token, live in zip(
-                sequences, choice.tokens.tolist(), self._record(sequences, choice), strict=True
+                sequences, choice.tokens.tolist(), self._answers.record(sequences, choice), strict=True
             ):
                 if live:
                     joining.append(sequence)
@@ -294,11 +347,11 @@ class Engine:
         weights = self.model.spec.num_parameters / len(sequences)
         work = [weights + self.model.spec.kv_entries_per_token * sequence.num_cached for sequence in sequences]
         try:
-            choice = self._choose(sequences, batch.forward())
+            choice = self._answers.choose(sequences, batch.forward())
         except (RuntimeError, MemoryError) as fault:
             require_device(fault)
             return self._retreat(fault)
-        live = self._record(sequences, choice)
+        live = self._answers.record(sequences, choice)
         batch.feed(choice.tokens)
         batch.keep(live)
         end = time.monotonic()
@@ -315,74 +368,22 @@ class Engine:
 
     def _retreat(self, fault: BaseException) -> list[Result]:
         """A decode step failed: go on with half of the rows, the others later; a row that fails alone ends."""
-        batch = self._batch
+        batch, error = self._batch, row_error(fault)
+        _log.warning("decode step of %d rows failed: %s", len(batch), error.type, exc_info=fault)
         if len(batch) > 1:
+            if error.type == "out_of_memory":
+                for sequence in batch.sequences:
+                    sequence.result.notes.append(f"out of memory: decode batch of {len(batch):,} rows halved")
             self._parked += batch.park(len(batch) // 2)
             return []
         sequence = batch.sequences[0]
         batch.keep([False])
-        return [self._failed(sequence, fault)]
+        return [self._failed(sequence, error)]
 
-    def _failed(self, sequence: Sequence, fault: BaseException) -> Result:
+    def _failed(self, sequence: Sequence, error: RowError) -> Result:
         """The error row of a row that failed alone."""
-        _log.error("row %d failed alone", sequence.request.row, exc_info=fault)
-        sequence.fail(row_error(fault))
+        _log.error("row %d failed alone: %s", sequence.request.row, error.type)
+        sequence.fail(error)
         sequence.stamp(time.monotonic())
-        self._release(sequence)
+        sequence.release(self.cache.pool)
         return sequence.result
-
-    # ------------------------------------------------------------------------------------- tokens
-
-    def _choose(self, sequences: list[Sequence], logits: torch.Tensor) -> Choice:
-        """Sample the next token of each row; nothing of the rows changes yet."""
-        return sample(logits, [self._draw(sequence) for sequence in sequences])
-
-    def _draw(self, sequence: Sequence) -> Draw:
-        assert sequence.stop is not None
-        sampling, tokens = sequence.request.sampling, sequence.stop.tokens
-        if sampling.repetition_penalty != 1.0:
-            if sequence.seen is None:
-                sequence.seen = torch.zeros(self.model.spec.vocab_size, dtype=torch.bool, device=self.cache.device)
-                sequence.seen[torch.from_numpy(sequence.prompt.ids).to(self.cache.device, torch.int64)] = True
-            if tokens:
-                sequence.seen[tokens[-1]] = True
-        return Draw(sampling, sequence.seed, sequence.stop.num_tokens, sequence.seen)
-
-    def _record(self, sequences: list[Sequence], choice: Choice) -> list[bool]:
-        """Take each row's token; rows whose answer it completes get their result. Returns which rows go on."""
-        live: list[bool] = []
-        for b, (sequence, token) in enumerate(zip(sequences, choice.tokens.tolist(), strict=True)):
-            assert sequence.stop is not None
-            reason: str | None = "error"
-            if choice.finite[b]:
-                reason = sequence.stop.push(token)
-                found = choice.logprobs[b]
-                if found is not None:
-                    text = self.tokenizer.token_text
-                    top = tuple((id, text(id), value) for id, value in found[1])
-                    sequence.scored.append(TokenLogprob(token, text(token), found[0], top))
-                if reason is None and self._is_late(sequence):
-                    reason = "error"
-                    sequence.fail(late(self.limits))
-            else:
-                sequence.fail(nonfinite())
-            live.append(reason is None)
-            if reason is not None:
-                self._finish(sequence, reason)
-        return live
-
-    def _is_late(self, sequence: Sequence) -> bool:
-        limit = self.limits.row_seconds
-        return limit is not None and time.monotonic() - sequence.started > limit
-
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        """Complete the result of a row that decoded, and give its pages back."""
-        stop, result = sequence.stop, sequence.result
-        assert stop is not None
-        if sequence.error is None:
-            result.reasoning, result.text = split_reasoning(stop.text(), sequence.prompt.opens_reasoning)
-            result.finish_reason = reason
-            if sequence.request.sampling.logprobs is not None:
-                result.logprobs = sequence.scored
-        result.usage.completion_tokens = stop.num_tokens
-        self._release(sequence)

@@ -10,15 +10,24 @@ from longbatch.errors import DeviceError, RowError
 
 def require_device(fault: BaseException) -> None:
     """Raise DeviceError where the device itself failed: every later step would fail too, whatever its rows."""
-    if isinstance(fault, torch.AcceleratorError):
+    if isinstance(fault, torch.AcceleratorError) and not is_out_of_memory(fault):
         raise DeviceError(f"the device failed: {fault}", hint="run the same command again to continue") from fault
+
+
+# What PyTorch and the libraries under it say where they have no exception class for it.
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Whether a step failed for lack of memory on the device or on the host."""
+    if isinstance(fault, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(fault, RuntimeError) and any(words in str(fault) for words in _OUT_OF_MEMORY)
 
 
 def row_error(fault: BaseException) -> RowError:
     """The error of a row whose step failed with no other row in it."""
-    # PyTorch has no exception class for the host's memory.
-    host = isinstance(fault, RuntimeError) and "DefaultCPUAllocator" in str(fault)
-    if host or isinstance(fault, (torch.OutOfMemoryError, MemoryError)):
+    if is_out_of_memory(fault):
         return RowError("out_of_memory", "the device ran out of memory for this row alone; shorten it or use --dtype")
     return RowError("internal", f"{type(fault).__name__} in the model's forward; the log has the details")
 

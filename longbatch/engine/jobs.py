@@ -11,12 +11,14 @@ import torch
 from longbatch.cache.pages import PAGE_TOKENS, PagePool, pages_for
 from longbatch.core import Prompt, Request, Result, TokenLogprob
 from longbatch.engine.faults import nonfinite
-from longbatch.engine.limits import EngineLimits
+from longbatch.engine.ladder import Ladder, Shape
 from longbatch.engine.packing import Branch, Family
 from longbatch.engine.readout import LastReader, MeanReader, Reader, ScoreReader, Scores
 from longbatch.engine.sampler import row_seed
 from longbatch.engine.sequence import Sequence
+from longbatch.engine.sharing import group
 from longbatch.engine.stopping import StopRule
+from longbatch.models import ModelSpec
 from longbatch.models.decoder import Decoder
 from longbatch.prompt import Tokenizer
 
@@ -30,11 +32,18 @@ class Owner:
 
 
 def open_sequence(
-    request: Request, prompt: Prompt, tokenizer: Tokenizer, limits: EngineLimits, eos_ids: frozenset[int]
+    request: Request,
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    ladder: Ladder,
+    eos_ids: frozenset[int],
+    shape: Shape | None = None,
 ) -> Sequence:
-    """The engine's state for one row."""
+    """The engine's state for one row. shape: how its prefill runs, where the ladder has no say."""
+    limits, num_tokens = ladder.limits, _num_tokens(request, prompt)
     seed = row_seed(limits.run_seed, request.key, request.sampling)
-    sequence = Sequence(request, prompt, Result(request.key, request.row), seed)
+    shape = shape or ladder.shape(num_tokens)
+    sequence = Sequence(request, prompt, Result(request.key, request.row), seed, shape, num_tokens=num_tokens)
     result, sampling = sequence.result, request.sampling
     result.carried, result.fingerprint = request.carried, request.fingerprint
     result.usage.prompt_tokens = len(prompt.ids)
@@ -42,19 +51,18 @@ def open_sequence(
         sequence.max_tokens = limits.max_tokens if sampling.max_tokens is None else sampling.max_tokens
         ids = eos_ids | frozenset(sampling.stop_token_ids)
         sequence.stop = StopRule(ids, sampling.stop, sequence.max_tokens, tokenizer)
-    sequence.num_tokens = _num_tokens(sequence)
-    sequence.chunked = sequence.num_tokens > limits.step_tokens
+    sequence.chunked = num_tokens > shape.step_tokens
     sequence.num_pages = _num_pages(sequence)
     return sequence
 
 
-def _num_tokens(sequence: Sequence) -> int:
+def _num_tokens(request: Request, prompt: Prompt) -> int:
     """Tokens that the row's prefill runs: each label repeats the prompt's end behind the trunk."""
-    prompt = len(sequence.prompt.ids)
-    if not sequence.request.task.branches:
-        return prompt
-    trunk = _trunk_length(prompt)
-    return trunk + sum(prompt - trunk + len(label) - 1 for label in sequence.prompt.branches)
+    length = len(prompt.ids)
+    if not request.task.branches:
+        return length
+    trunk = _trunk_length(length)
+    return trunk + sum(length - trunk + len(label) - 1 for label in prompt.branches)
 
 
 def _num_pages(sequence: Sequence) -> int:
@@ -67,6 +75,30 @@ def _num_pages(sequence: Sequence) -> int:
     trunk = _trunk_length(prompt)
     tails = sum(pages_for(prompt - trunk + len(label) - 1) for label in sequence.prompt.branches)
     return trunk // PAGE_TOKENS + tails
+
+
+def families_of(sequences: list[Sequence], model: Decoder, pool: PagePool) -> Iterator[Family[Owner]]:
+    """The token sequences to run: beginnings that rows share are taken once."""
+    # Where frequencies depend on a row's length, equal tokens do not have equal keys.
+    shareable = not any(rope.needs_lengths for rope in model.ropes)
+    for trunk, rows in group(sequences) if shareable else [(0, sequences)]:
+        if trunk:
+            yield shared_family(rows, trunk, pool)
+        else:
+            for sequence in rows:
+                yield family_of(sequence, model, pool)
+
+
+def work_of(family: Family[Owner], spec: ModelSpec) -> Iterator[tuple[Sequence, float]]:
+    """Floating-point operations of each branch, and its part of the trunk's: matrix products, and attention over
+    what each token sees."""
+    per_key = sum(4 * layer.num_heads * layer.head_dim for layer in spec.layers)
+    trunk = len(family.trunk)
+    shared = (spec.matmul_flops_per_token * trunk + per_key * trunk * trunk / 2) / len(family.branches)
+    for branch in family.branches:
+        own = len(branch.ids)
+        flops = spec.matmul_flops_per_token * own + per_key * own * (trunk + own / 2)
+        yield branch.owner.sequence, shared + flops
 
 
 def family_of(sequence: Sequence, model: Decoder, pool: PagePool) -> Family[Owner]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class EngineLimits:
     """step_tokens: most tokens in one prefill step. tile_rows: rows per tile of a layer. decode_rows: most sequences
     decoded together. max_tokens: answers of rows that set no limit. run_seed: seed of rows that set none. row_seconds:
-    longest time of a row, None for any."""
+    longest time of a row, None for any. chunk_tokens: most tokens in one step of a row that is prefilled alone, None
+    for step_tokens."""
 
     step_tokens: int
     tile_rows: int
@@ -17,6 +18,7 @@ class EngineLimits:
     max_tokens: int
     run_seed: int = 0
     row_seconds: float | None = None
+    chunk_tokens: int | None = None
 
 
 @dataclass(slots=True)

@@ -76,10 +76,11 @@ class _Run(Generic[Owner]):
 
 
 def pack(
-    families: Sequence[Family[Owner]], *, step_tokens: int, tile_rows: int, device: torch.device
+    families: Sequence[Family[Owner]], *, step_tokens: int, tile_rows: int, device: torch.device, start: int = 0
 ) -> Iterator[PackedStep[Owner]]:
     """Lay out families in order. Each step must be run before the next is drawn.
 
+    start: tokens of the first family's beginning whose K/V lie in its pages already; at least one more follows them.
     Raises ValueError if the tokens need more than one step and some family has no pages.
     """
     runs = list(_runs(families))
@@ -89,8 +90,9 @@ def pack(
     step_tokens = max(tile_rows, step_tokens // tile_rows * tile_rows) if many else step_tokens
     pending: list[tuple[_Run[Owner], int, int]] = []
     filled = 0
+    if start:
+        runs[0].placed = [Extent(0, start, pages=runs[0].pages)]
     for run in runs:
-        start = 0
         while start < len(run.ids):
             room = step_tokens - filled
             stop = min(len(run.ids), start + room)
@@ -104,6 +106,7 @@ def pack(
             pending.append((run, start, stop))
             filled += stop - start
             start = stop
+        start = 0
     if pending:
         yield _build(pending, tile_rows, device)
 

@@ -47,6 +47,18 @@ class ScoreReader:
         """Token ids int64 [n] whose log-probability is wanted after positions start..stop-1."""
         return self.ids[start + 1 - self.offset : stop + 1 - self.offset].astype(np.int64)
 
+    def state(self) -> dict[str, Tensor]:
+        """Everything found so far, for `restore`."""
+        columns = [[getattr(part, name) for part in self.found] for name in Scores.__dataclass_fields__]
+        if not self.found:
+            return {}
+        joined = [torch.from_numpy(np.concatenate(column)) for column in columns]
+        return dict(zip(Scores.__dataclass_fields__, joined, strict=True))
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state; the later one replaces the earlier."""
+        self.found = [Scores(**{name: tensor.numpy() for name, tensor in state.items()})] if state else []
+
 
 @dataclass(slots=True)
 class LastReader:
@@ -57,6 +69,13 @@ class LastReader:
     def take(self, hidden: Tensor) -> None:
         """Receive hidden states [n, hidden] of the next positions."""
         self.hidden = hidden[-1:].clone()
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing: only the last position counts, and it is always computed."""
+        return {}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state."""
 
 
 @dataclass(slots=True)
@@ -73,6 +92,15 @@ class MeanReader:
             summed = self.model.final_norm(part).float().sum(0)
             self.total = summed if self.total is None else self.total + summed
         self.count += len(hidden)
+
+    def state(self) -> dict[str, Tensor]:
+        """The sum so far, for `restore`."""
+        return {} if self.total is None else {"total": self.total, "count": torch.tensor([self.count])}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a state; the later one replaces the earlier."""
+        if state:
+            self.total, self.count = state["total"].to(self.model.device), int(state["count"])
 
 
 Reader = ScoreReader | LastReader | MeanReader

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from longbatch.cache import PagePool
 from longbatch.core import Prompt, Request, Result, TokenLogprob
+from longbatch.engine.ladder import Shape
 from longbatch.engine.stopping import StopRule
 from longbatch.errors import RowError
 
@@ -17,8 +19,8 @@ class Sequence:
     """A request that runs.
 
     seed: of its draws. max_tokens: most that it may sample. stop: present when the task decodes. pages: block table,
-    while held; num_pages: pages that it asks for. num_tokens: tokens that its prefill runs; chunked: whether they
-    need more than one step. seen: bool [vocab], tokens of prompt and answer, where the repetition penalty asks.
+    while held; num_pages: pages that it asks for. num_tokens: tokens that its prefill runs; shape: how; chunked:
+    whether they need more than one step. seen: bool [vocab], tokens of prompt and answer, where the penalty asks.
     started, decode_started: monotonic times of its first work and of its first token. scored: log-probabilities of
     its answer's tokens.
     """
@@ -27,6 +29,7 @@ class Sequence:
     prompt: Prompt
     result: Result
     seed: int
+    shape: Shape
     max_tokens: int = 0
     stop: StopRule | None = None
     pages: np.ndarray | None = None
@@ -50,8 +53,14 @@ class Sequence:
         if self.error is None:
             self.error = error
             result = Result.failed(self.request, error)
-            result.timing, result.usage = self.result.timing, self.result.usage
+            result.timing, result.usage, result.notes = self.result.timing, self.result.usage, self.result.notes
             self.result = result
+
+    def release(self, pool: PagePool) -> None:
+        """Give the pages back."""
+        if self.pages is not None:
+            pool.release(self.pages)
+            self.pages = None
 
     def stamp(self, now: float) -> None:
         """Record that the result is complete."""

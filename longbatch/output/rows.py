@@ -75,6 +75,7 @@ def results_to_batch(results: Sequence[Result], stamp: Stamp, carried: CarriedCo
         "attention": _attention(results),
         "placement": _placement(results, stamp.placement),
         "media": pa.nulls(num_rows, pa.large_list(MEDIA)),
+        "notes": pa.array([result.notes or None for result in results], pa.large_list(pa.large_string())),
         "attempt": pa.array([result.attempt for result in results], pa.int32()),
         "run_id": pa.repeat(pa.scalar(stamp.run_id, pa.large_string()), num_rows),
         "config_hash": pa.repeat(pa.scalar(stamp.config_hash, pa.large_string()), num_rows),

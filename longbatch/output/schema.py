@@ -89,6 +89,7 @@ RESULT_FIELDS: tuple[pa.Field, ...] = (
     pa.field("attention", ATTENTION),
     pa.field("placement", PLACEMENT),
     pa.field("media", pa.large_list(MEDIA)),
+    pa.field("notes", pa.large_list(pa.large_string())),
     pa.field("attempt", pa.int32()),
     pa.field("run_id", pa.large_string()),
     pa.field("config_hash", pa.large_string()),

@@ -58,6 +58,7 @@ class ResultWriter:
         self._changed = threading.Condition()  # guards everything below
         self._queue: deque[tuple[Result, int]] = deque()  # each with its size in bytes
         self._queued_bytes = 0
+        self._num_written = 0
         self._flushes_wanted = 0
         self._flushes_done = 0
         self._closing = False
@@ -65,6 +66,12 @@ class ResultWriter:
         self._stuck = False  # after an error, until `flush` asks to try again
         self._thread = threading.Thread(target=self._run, name=f"results-{worker}", daemon=True)
         self._thread.start()
+
+    @property
+    def num_written(self) -> int:
+        """How many of the results handed over, in their order, are in the journal and so safe from a kill."""
+        with self._changed:
+            return self._num_written
 
     def append(self, *results: Result) -> None:
         """Hand over finished results; waits only while 8,192 of them or 64 MiB are queued.
@@ -139,6 +146,7 @@ class ResultWriter:
                     with self._changed:
                         for _ in results:
                             self._queued_bytes -= self._queue.popleft()[1]
+                        self._num_written += len(results)
                         self._changed.notify_all()
                 if wanted > self._flushes_done:
                     self._journal.sync()

@@ -10,11 +10,11 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from longbatch.report.rates import RateWindow, Sample
 from longbatch.report.units import count_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
@@ -23,18 +23,7 @@ if TYPE_CHECKING:
 FIRST_LINE_SECONDS = 10.0
 LINE_SECONDS = 30.0
 LINE_FRACTION = 0.01
-RATE_WINDOW_SECONDS = 60.0
 BAR_SECONDS = 0.1
-
-
-class Sample(NamedTuple):
-    """Totals at one moment. seconds: monotonic clock. Rows and tokens count from the start of the job."""
-
-    seconds: float
-    rows_done: int
-    rows_failed: int
-    tokens_done: int
-    generated_tokens: int
 
 
 class Progress:
@@ -62,7 +51,7 @@ class Progress:
         self._quiet = quiet
         self._clock = clock
         self._lock = threading.Lock()
-        self._samples: deque[Sample] = deque()
+        self._window = RateWindow()
         self._note = ""
         self._bar: _Bar | None = None
         self._bar_drawn = -math.inf
@@ -72,7 +61,7 @@ class Progress:
     def start(self, rows_done: int = 0, rows_failed: int = 0, tokens_done: int = 0) -> Progress:
         """Begin, with what an earlier run finished already; rates count only what comes after."""
         now = self._clock()
-        self._samples.append(Sample(now, rows_done, rows_failed, tokens_done, 0))
+        self._window.add(Sample(now, rows_done, rows_failed, tokens_done, 0))
         # The first line is due FIRST_LINE_SECONDS from now, however little is done by then.
         self._line_seconds = now + FIRST_LINE_SECONDS - LINE_SECONDS
         if self._mode == "bar":
@@ -90,11 +79,7 @@ class Progress:
         """Set the totals so far: rows finished (failed ones included), prompt tokens read, tokens generated."""
         with self._lock:
             now = self._clock()
-            self._samples.append(Sample(now, rows_done, rows_failed, tokens_done, generated_tokens))
-            # The oldest sample kept is at least a window old, however rare the updates are.
-            while len(self._samples) > 2 and now - self._samples[1].seconds >= RATE_WINDOW_SECONDS:
-                self._samples.popleft()
-            self._thin()
+            self._window.add(Sample(now, rows_done, rows_failed, tokens_done, generated_tokens))
             self._note = note
             if self._bar is not None and now - self._bar_drawn >= BAR_SECONDS:
                 self._bar_drawn = now
@@ -118,7 +103,7 @@ class Progress:
 
     def line(self) -> str:
         """The state as one line: `[12:03:11] 421/5000 8.4% ok=419 err=2 3.1 req/s prefill 41k tok/s ETA 24m`."""
-        last = self._samples[-1]
+        last = self._window.last
         parts = [
             time.strftime("[%H:%M:%S]"),
             f"{last.rows_done}/{self.total_rows}",
@@ -130,30 +115,17 @@ class Progress:
         return " ".join(parts + ([self._note] if self._note else []))
 
     def _rates(self) -> list[str]:
-        first, last = self._samples[0], self._samples[-1]
-        seconds = last.seconds - first.seconds
-        if seconds <= 0:
+        rates = self._window.rates()
+        if rates is None:
             return []
-        rows, tokens, generated = (
-            (last.rows_done - first.rows_done) / seconds,
-            (last.tokens_done - first.tokens_done) / seconds,
-            (last.generated_tokens - first.generated_tokens) / seconds,
-        )
-        texts = [f"{rate_text(rows)} req/s", f"prefill {rate_text(tokens)} tok/s"]
-        if generated > 0:
-            texts.append(f"decode {rate_text(generated)} tok/s")
-        left = self._seconds_left(rows, tokens)
+        texts = [f"{rate_text(rates.rows)} req/s", f"prefill {rate_text(rates.tokens)} tok/s"]
+        if rates.generated > 0:
+            texts.append(f"decode {rate_text(rates.generated)} tok/s")
+        left = self._window.seconds_left(self.total_rows, self.total_tokens)
         return [*texts, f"ETA {seconds_text(left)}"] if left is not None else texts
 
-    def _seconds_left(self, row_rate: float, token_rate: float) -> float | None:
-        last = self._samples[-1]
-        tokens, rows = self.total_tokens - last.tokens_done, self.total_rows - last.rows_done
-        if tokens > 0:
-            return tokens / token_rate if token_rate > 0 else None
-        return rows / row_rate if rows > 0 and row_rate > 0 else None
-
     def _fraction(self) -> float:
-        last = self._samples[-1]
+        last = self._window.last
         if last.rows_done >= self.total_rows:
             return 1.0
         done, total = last.tokens_done, self.total_tokens
@@ -165,15 +137,10 @@ class Progress:
     def _line_due(self, now: float) -> bool:
         return now - self._line_seconds >= LINE_SECONDS and self._fraction() - self._line_fraction >= LINE_FRACTION
 
-    def _thin(self) -> None:
-        # Updates may come thousands of times a second; samples closer than 0.1 s add nothing to a rate.
-        if len(self._samples) > 2 and self._samples[-1].seconds - self._samples[-3].seconds < BAR_SECONDS:
-            del self._samples[-2]
-
     def _draw(self) -> None:
         if self._bar is None:
             return
-        last = self._samples[-1]
+        last = self._window.last
         parts = self._rates() + ([f"{last.rows_failed} failed"] if last.rows_failed else [])
         with suppress(OSError):
             self._bar.draw(self._fraction(), last, " ".join(parts + ([self._note] if self._note else [])))

@@ -34,6 +34,9 @@ class RateWindow:
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
 
+    def __len__(self) -> int:
+        return len(self._samples)
+
     @property
     def last(self) -> Sample:
         """The newest sample. Raises IndexError before the first."""

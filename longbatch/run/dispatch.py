@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Waves that a worker holds at a time: the one it works on and one whose prompts it makes meanwhile.
 OUTSTANDING = 2
@@ -29,6 +29,10 @@ class _Held:
 
     waiting: deque[Assignment] = field(default_factory=deque)
     begun: dict[int, Assignment] = field(default_factory=dict)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.begun) + sum(len(assignment.entries) for assignment in self.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,13 @@ class Dispatcher:
         self._strikes: dict[int, int] = {}
         self.aside: list[int] = []
         for assignment in assignments:
-            apart = []
+            apart: dict[int, None] = {}
             for entry in assignment.entries:
                 count = deaths(entry)
                 if count:
                     self._strikes[entry] = count
                 if count or suspects(entry):
-                    apart.append(entry)
+                    apart[entry] = None
             rest = tuple(entry for entry in assignment.entries if entry not in apart)
             if rest:
                 self._queue.append(Assignment(assignment.wave, rest, False, assignment.seconds))
@@ -74,8 +78,12 @@ class Dispatcher:
     @property
     def num_left(self) -> int:
         """Entries that have no result yet and are not put aside."""
-        waiting = sum(len(a.entries) for a in (*self._queue, *self._alone))
-        return waiting + sum(len(h.begun) + sum(len(a.entries) for a in h.waiting) for h in self._held.values())
+        return sum(len(assignment.entries) for assignment in (*self._queue, *self._alone)) + self.num_held
+
+    @property
+    def num_held(self) -> int:
+        """Entries that workers hold, begun or not, and have not finished."""
+        return sum(held.num_entries for held in self._held.values())
 
     def next_for(self, worker: str, fits: Callable[[float], bool]) -> Assignment | None:
         """An assignment for a worker that can take one and for which there is time; None otherwise."""
@@ -107,21 +115,39 @@ class Dispatcher:
 
     def under_way(self, worker: str) -> int:
         """Entries that the worker has begun and not finished."""
-        return len(self._held[worker].begun) if worker in self._held else 0
+        return len(self.begun(worker))
 
-    def lose(self, worker: str, has_result: Callable[[int], bool]) -> Verdict:
-        """The worker is dead. What it had not begun goes back to the front; what was under way without a result gets
-        a strike, and another chance alone or none."""
+    def begun(self, worker: str) -> tuple[int, ...]:
+        """Those entries."""
+        return tuple(self._held[worker].begun) if worker in self._held else ()
+
+    def give_back(self, worker: str) -> None:
+        """The worker ended, and no row is to blame: whatever it holds goes back to the front."""
         held = self._held.pop(worker, _Held())
-        for assignment in reversed(held.waiting):
-            (self._alone if assignment.alone else self._queue).appendleft(assignment)
-        struck = [entry for entry in held.begun if not has_result(entry)]
+        # By identity: hashing an assignment takes time for each of its entries.
+        unfinished: dict[int, list[int]] = {}
+        assignments = {id(assignment): assignment for assignment in held.begun.values()}
+        for entry, assignment in held.begun.items():
+            unfinished.setdefault(id(assignment), []).append(entry)
+        begun = [replace(assignments[number], entries=tuple(entries)) for number, entries in unfinished.items()]
+        self._return([*begun, *held.waiting])
+
+    def lose(self, worker: str) -> Verdict:
+        """The worker is dead. What it had not begun goes back to the front; what was under way gets a strike, and
+        another chance alone or none."""
+        held = self._held.pop(worker, _Held())
+        self._return(held.waiting)
+        struck = list(held.begun)
         aside = []
         for entry in struck:
             self._strikes[entry] = self._strikes.get(entry, 0) + 1
             if self._give_chance(entry, held.begun[entry]):
                 aside.append(entry)
         return Verdict(tuple(struck), tuple(aside))
+
+    def _return(self, assignments: Iterable[Assignment]) -> None:
+        for assignment in reversed(list(assignments)):
+            (self._alone if assignment.alone else self._queue).appendleft(assignment)
 
     def _give_chance(self, entry: int, assignment: Assignment) -> bool:
         """Queue the entry alone, or put it aside (True)."""

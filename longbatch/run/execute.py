@@ -13,16 +13,17 @@ from longbatch.config import Settings
 from longbatch.core import Fault, Result
 from longbatch.errors import ExitCode, InterruptedRun, LongbatchError, RunningError, UsageError
 from longbatch.output import ResultWriter, RunFolder, merge, recover, scan
+from longbatch.privacy import LogFormatter
 from longbatch.report.progress import Progress
 from longbatch.run import slurm, space
 from longbatch.run.control import RetryMarks, last_stop, stop_requested
 from longbatch.run.deadline import Deadline
 from longbatch.run.failures import Failures
 from longbatch.run.feed import read_entry
-from longbatch.run.finish import Work, exit_code, print_json, summary_json, summary_lines
+from longbatch.run.finish import Work, exit_code, print_json, remove_copies, summary_json, summary_lines
 from longbatch.run.hooks import on_finish
 from longbatch.run.index import RowIndex
-from longbatch.run.inflight import INTERRUPTED, Strike, StrikeBook, clear_begun, read_begun
+from longbatch.run.inflight import INTERRUPTED, Strike, StrikeBook, clear_begun, find_begun, read_begun
 from longbatch.run.job import SPOOL, Job, say_on_stderr
 from longbatch.run.owner import Owner
 from longbatch.run.planning import Remaining, get_index, index_path, remaining
@@ -99,12 +100,33 @@ class Run:
     def go(self, engine: str, stop: StopRequest) -> tuple[ExitCode, dict[str, object]]:
         """Everything from what a dead process left to the merged results: exit code and summary."""
         self._stop = stop
-        job, folder, settings = self._job, self._folder, self._job.settings
         self._write_status("planning")
-        recover(folder, f"{self._prefix}*" if self._prefix else "*")
-        index = get_index(job, folder)
-        left = remaining(job, index, scan(folder), RetryMarks.load(folder.work), self._shard)
+        self._recover()
+        index = get_index(self._job, self._folder)
+        book = StrikeBook(self._folder.work, self.name)
+        self._strike_leftovers(book)
+        failures = Failures(self._job.settings.abort_on_failures)
+        left, supervisor, work = self._work_through(index, book, failures, engine)
+        try:
+            return self._finish(index, left, work, supervisor)
+        except InterruptedRun as error:
+            # Every row had a result until the merge read the parts, so one is damaged and was set aside.
+            self._say(f"{error.message}; they run again")
+            _log.warning("%s", error.message)
+        left, supervisor, repeated = self._work_through(index, book, failures, engine)
+        return self._finish(index, left, work + repeated, supervisor)
+
+    def _work_through(
+        self, index: RowIndex, book: StrikeBook, failures: Failures, engine: str
+    ) -> tuple[Remaining, Supervisor, Work]:
+        """Run what is left. Raises InterruptedRun where it does not get to the end."""
+        job, folder = self._job, self._folder
+        done = scan(folder)
+        left = remaining(job, index, done, RetryMarks.load(folder.work), self._shard)
         totals = left.plan.totals
+        for found in done.damage if totals.num_rows else ():
+            self._say(f"damaged, so its rows run again: {found}")
+            _log.warning("damaged: %s", found)
         needed = space.estimate(
             totals.num_rows + len(left.failed),
             totals.generated_tokens,
@@ -113,34 +135,40 @@ class Run:
         )
         space.check(folder.path, needed)
         _log.info("rows=%d finished=%d refused=%d", len(left.share), left.num_finished, len(left.failed))
-        book = StrikeBook(folder.work, self.name)
-        book.add(self._leftover_strikes())
-        failures = Failures(settings.abort_on_failures)
+        if left.failed or totals.num_rows:
+            job.manifest.spool(folder.work / SPOOL)
         self._write_refused(left)
-        begin = time.monotonic()
         supervisor = Supervisor(job, folder, left, book, failures, prefix=self._prefix, engine=engine)
         if totals.num_rows and not self._stop.requested:
-            job.manifest.spool(folder.work / SPOOL)
             self._supervise(supervisor, left)
-        work = Work.of(supervisor.tally, time.monotonic() - begin)
-        self.num_rows = work.rows
+        work = Work.of(supervisor.tally)
+        self.num_rows += work.rows
         if supervisor.dispatcher.num_left:
             self._write_status("interrupted", supervisor, left)
+            num_left = supervisor.dispatcher.num_left
             raise InterruptedRun(
-                f"{self._why or 'stopped'}; what is finished is saved, {supervisor.dispatcher.num_left:,} rows are left",
+                f"{self._why or 'stopped'}; what is finished is saved, {num_left:,} rows are left",
                 hint="run the same command again to continue",
             )
-        return self._finish(index, left, work, supervisor)
+        return left, supervisor, work
 
     # ------------------------------------------------------------------------------------- before
 
-    def _leftover_strikes(self) -> list[Strike]:
-        """Rows that were under way when an earlier process of this name was killed together with its workers."""
-        strikes = []
-        for path in self._folder.work.glob(f"{self._prefix}w*"):
-            strikes += [Strike(begun.key, begun.attempt, INTERRUPTED) for begun in read_begun(path)]
-            clear_begun(path)
-        return strikes
+    def _recover(self) -> None:
+        """Publish what dead processes of this share, or of any, left in journals."""
+        for found in recover(self._folder, f"{self._prefix}*"):
+            _log.info(
+                "recovered %s: %d rows, %d bytes torn off", found.journal, found.report.num_rows, found.report.torn
+            )
+            if found.report.num_damaged:
+                self._say(f"damaged, so some rows run again: {found.journal}")
+                _log.warning("damaged: %s: %d writes", found.journal, found.report.num_damaged)
+
+    def _strike_leftovers(self, book: StrikeBook) -> None:
+        """Note the rows that were under way when an earlier process was killed together with its workers."""
+        for folder in find_begun(self._folder.work, self._prefix):
+            book.add(Strike(begun.key, begun.attempt, INTERRUPTED) for begun in read_begun(folder))
+            clear_begun(folder)
 
     def _write_refused(self, left: Remaining) -> None:
         """Error rows for the entries that cannot run, each read again for what it carries along."""
@@ -148,7 +176,7 @@ class Run:
             return
         index = left.index
         name = f"{self._prefix}plan"
-        with ResultWriter(self._folder, name, newest_attempt(self._folder, name) + 1) as writer:
+        with ResultWriter(self._folder, name, newest_attempt(self._folder, name) + 1, reserve_bytes=0) as writer:
             for entry in left.failed:
                 row, sample = int(index.keys.rows[entry]), int(index.keys.samples[entry])
                 location, error = index.location(entry), index.errors[entry]
@@ -254,6 +282,8 @@ class Run:
             stored = RowIndex.load(index_path(folder), None)
             expected = index if stored is None else stored
         summary = merge(folder, expected.keys, partial=settings.only is not None)
+        if not summary.num_missing:
+            remove_copies(folder)
         nothing_ran = not left.plan.totals.num_rows and len(left.failed) == summary.num_rows
         code = ExitCode.MANIFEST if nothing_ran else exit_code(settings, summary)
         self._write_status("finished", supervisor, left, code)
@@ -271,7 +301,7 @@ def _log_to(folder: RunFolder) -> Iterator[None]:
     handler = logging.FileHandler(
         folder.logs / f"run-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log", encoding="utf-8"
     )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     try:

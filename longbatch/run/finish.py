@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from longbatch.errors import ExitCode, InterruptedRun
 from longbatch.output import MergeSummary, RunFolder, merge, recover
 from longbatch.report.units import count_text, rate_text, seconds_text
 from longbatch.run.index import RowIndex
+from longbatch.run.job import SPOOL
 from longbatch.run.planning import index_path
 from longbatch.run.supervisor import Tally
 
@@ -32,16 +34,21 @@ class Work:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
+    def __add__(self, later: Work) -> Work:
+        """Both together; the start is that of the first."""
+        sums = {item.name: getattr(self, item.name) + getattr(later, item.name) for item in fields(self)}
+        return Work(**{**sums, "ready_at": self.ready_at or later.ready_at})
+
     @classmethod
-    def of(cls, tally: Tally, seconds: float) -> Work:
-        """seconds: since the workers were started."""
+    def of(cls, tally: Tally) -> Work:
+        """What the workers have done together."""
         return cls(
             rows=tally.rows,
             prompt_tokens=tally.prompt_tokens,
             generated_tokens=tally.generated_tokens,
             ready_at=tally.ready_at,
             startup_seconds=tally.startup_seconds,
-            seconds=seconds - tally.startup_seconds,
+            seconds=max(0.0, tally.seconds - tally.startup_seconds),
             busy_seconds=tally.prefill_seconds + tally.decode_seconds,
             prefill_seconds=tally.prefill_seconds,
             decode_seconds=tally.decode_seconds,
@@ -65,8 +72,15 @@ def merge_folder(out: Path, *, partial: bool) -> ExitCode:
             f"{out} holds no index of its rows yet", hint="run it once more; it continues where it stopped"
         )
     summary = merge(folder, index.keys, partial=partial)
+    if not summary.num_missing:
+        remove_copies(folder)
     print("\n".join(summary_lines(folder, summary, Work())), file=sys.stderr)
     return ExitCode.FAILED_ROWS if summary.num_failed else ExitCode.OK
+
+
+def remove_copies(folder: RunFolder) -> None:
+    """Remove the local copies of compressed and remote sources: the prompts in them are needed no more."""
+    shutil.rmtree(folder.work / SPOOL, ignore_errors=True)
 
 
 def summary_lines(folder: RunFolder, summary: MergeSummary, work: Work) -> list[str]:

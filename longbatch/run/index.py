@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,12 @@ class RowIndex:
     def entry(self, row: int, sample: int) -> int:
         """The entry of a row's sample: rows ascend, and a row's samples stand together."""
         return int(np.searchsorted(self.keys.rows, row)) + sample
+
+    def find(self, sizes: Sequence[RowSize]) -> np.ndarray:
+        """The entries of several rows' samples: int64 [n]."""
+        places = np.array([(size.row, size.sample) for size in sizes], dtype=np.int64).reshape(-1, 2)
+        entries: np.ndarray = np.searchsorted(self.keys.rows, places[:, 0]) + places[:, 1]
+        return entries
 
     def sizes(self, entries: np.ndarray) -> Iterator[RowSize]:
         """Lengths of some entries."""

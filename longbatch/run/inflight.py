@@ -1,9 +1,9 @@
 """Which rows were under way when a worker died, across any number of deaths.
 
-A worker names the rows it begins in a file before it begins them. Whoever finds that file after the worker's death gives
-each of those rows that has no result a strike: one strike, and the row runs alone; two, and it is put aside as an error
-row. Where the whole run was killed, which says little about any row, strikes of their own kind are given: two, and the
-row runs alone. A strike belongs to one attempt: it is void once the row has a result of that attempt or a later one.
+A worker names the rows it begins in a file before it begins them. Whoever finds that file after the worker's death
+gives each of those rows that has no result a strike: one strike, and the row runs alone; two, and it is put aside as an
+error row. Where the whole run was killed, which says little about any row, strikes of their own kind are given: two, and
+the row runs alone. A strike belongs to one attempt: it is void once the row has a result of that attempt or a later one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from longbatch.output.files import disk_errors
 
 FILE = "inflight.json"
 STRIKES = "strikes-{}.jsonl"
@@ -40,10 +42,11 @@ class Strike:
 
 
 def write_begun(folder: Path, rows: Iterable[Begun]) -> None:
-    """Name the rows under way in a worker's folder, replacing the file in one step."""
+    """Name the rows under way in a worker's folder, replacing the file in one step. Raises DiskError."""
     temporary = folder / f".{FILE}.tmp"
-    temporary.write_text(json.dumps([list(row) for row in rows]))
-    os.replace(temporary, folder / FILE)
+    with disk_errors("note the rows under way in", folder):
+        temporary.write_text(json.dumps([list(row) for row in rows]))
+        os.replace(temporary, folder / FILE)
 
 
 def read_begun(folder: Path) -> list[Begun]:
@@ -55,6 +58,11 @@ def read_begun(folder: Path) -> list[Begun]:
     except (ValueError, TypeError):
         # A power cut can leave an empty file; the rows then simply run again.
         return []
+
+
+def find_begun(work: Path, prefix: str = "") -> list[Path]:
+    """The folders of workers, whose names begin with `prefix`, that did not end well or are at work."""
+    return sorted(path.parent for path in work.glob(f"{prefix}*/{FILE}"))
 
 
 def clear_begun(folder: Path) -> None:
@@ -73,14 +81,14 @@ class StrikeBook:
                 self._strikes.setdefault(strike.key, []).append(strike)
 
     def add(self, strikes: Iterable[Strike]) -> None:
-        """Record deaths, on the disk first."""
+        """Record deaths, on the disk first. Raises DiskError."""
         strikes = list(strikes)
         if not strikes:
             return
         lines = "".join(json.dumps([s.key, s.attempt, s.reason]) + "\n" for s in strikes)
-        with self._path.open("a") as file:
-            file.write(lines)
-            file.flush()
+        with disk_errors("write", self._path), self._path.open("ab", buffering=0) as file:
+            # The line break comes first, so that a line which a kill cut short cannot swallow this one.
+            file.write(b"\n" + lines.encode())
             os.fsync(file.fileno())
         for strike in strikes:
             self._strikes.setdefault(strike.key, []).append(strike)

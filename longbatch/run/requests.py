@@ -28,7 +28,7 @@ def stop_run(out: Path, say: Callable[[str], None], *, wait: bool = False) -> Ex
     Raises UsageError, DiskError.
     """
     work = RunFolder.open(out).work
-    asked = {(found.name, found.host, found.pid): found for found in read_supervisors(work) if found.active}
+    asked = {(found.name, found.host, found.pid): found for found in read_supervisors(work) if found.alive}
     if not asked:
         say(f"nothing is running in {out}")
         return ExitCode.OK
@@ -40,7 +40,7 @@ def stop_run(out: Path, say: Callable[[str], None], *, wait: bool = False) -> Ex
         now = {(found.name, found.host, found.pid): found for found in read_supervisors(work)}
         for name, before in list(asked.items()):
             found = now.get(name)
-            if found is None or not found.active:
+            if found is None or not found.alive:
                 say(f"{_who(before)} has ended" + (f": {found.state}" if found is not None else ""))
                 del asked[name]
             elif found.state != before.state:
@@ -54,12 +54,12 @@ def retry(out: Path, types: list[str], sources: list[str], resolved: Resolved, s
 
     sources and settings: those of the last start where they are not given. Raises UsageError, and what a run raises.
     """
-    from longbatch.run import execute
+    from longbatch.run.execute import execute
 
     _check_types(types)
     folder = RunFolder.open(out)
     for supervisor in read_supervisors(folder.work):
-        if supervisor.active:
+        if supervisor.alive:
             raise RunningError(
                 f"{_who(supervisor)} works on {out}",
                 hint=f"wait for it, or end it with `longbatch stop {out} --wait`; then retry",

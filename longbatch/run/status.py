@@ -69,7 +69,8 @@ class Supervisor:
     """A supervisor as its file shows it. updated: Unix time of writing. rates per second, over the last minute.
 
     gpu_seconds_before: device time of earlier processes of the same name. owns: whether its owner file is there, which
-    a process removes when it ends, unless it is killed. alive: whether the process is there too.
+    a process removes when it ends, unless it is killed. alive: whether that process is there, at
+    work or just about to end.
     """
 
     name: str
@@ -93,8 +94,8 @@ class Supervisor:
         return "dead" if self.owns else "failed"
 
     @property
-    def active(self) -> bool:
-        """Whether it is at work."""
+    def at_work(self) -> bool:
+        """Whether it is there and has not said that it ended."""
         return self.alive and self.snapshot.state not in ENDED
 
     @property
@@ -186,7 +187,7 @@ class RunStatus:
     def state(self) -> str:
         """`running` and the like while a supervisor is at work; else `finished` (the results are complete), `dead`, or
         how the last one ended; `not merged` and `incomplete` after supervisors that finished their own share."""
-        states = [supervisor.state for supervisor in self.supervisors if supervisor.active]
+        states = [found.state for found in self.supervisors if found.at_work]
         if states:
             return states[0] if len(set(states)) == 1 else "running"
         if self.complete:
@@ -203,7 +204,7 @@ class RunStatus:
     @property
     def eta_seconds(self) -> float | None:
         """Until the last supervisor at work is done, as far as known."""
-        active = [supervisor.eta_seconds for supervisor in self.supervisors if supervisor.active]
+        active = [supervisor.eta_seconds for supervisor in self.supervisors if supervisor.at_work]
         known = [seconds for seconds in active if seconds is not None]
         return max(known) if known and len(known) == len(active) else None
 
@@ -222,7 +223,7 @@ class RunStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """The status as JSON values."""
-        active = [supervisor for supervisor in self.supervisors if supervisor.active]
+        active = [supervisor for supervisor in self.supervisors if supervisor.at_work]
         return {
             "out": str(self.out),
             "run_id": self.run_id,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longbatch.report.console import plain_table, standard_output
-from longbatch.report.units import count_text, money_text, rate_text, seconds_text
+from longbatch.report.units import money_text, rate_text, seconds_text
 from longbatch.run.status import RunStatus, StatusReader, Supervisor
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def _changes(reader: StatusReader, status: RunStatus, seconds: float) -> Iterato
     """The status now, every so many seconds, when its state changes, and at the end."""
     yield status
     shown = time.monotonic()
-    while any(supervisor.active for supervisor in status.supervisors):
+    while any(supervisor.alive for supervisor in status.supervisors):
         time.sleep(WATCH_SECONDS)
         before, status = status.state, reader.read()
-        active = any(supervisor.active for supervisor in status.supervisors)
+        active = any(supervisor.alive for supervisor in status.supervisors)
         if not active:
             status = StatusReader(status.out).read()
         if not active or status.state != before or time.monotonic() - shown >= seconds - WATCH_SECONDS / 2:
@@ -79,13 +79,13 @@ def _view(status: RunStatus) -> Group:
     if status.gpu_hours:
         price = "" if status.price is None else f", price {money_text(status.price)}"
         facts.add_row("device time", f"{seconds_text(3600 * status.gpu_hours)}{price}")
-    shown = [supervisor for supervisor in status.supervisors if supervisor.active or supervisor.state == "dead"]
+    shown = [supervisor for supervisor in status.supervisors if supervisor.alive or supervisor.state == "dead"]
     return Group(facts, "", _processes(status, shown)) if shown else Group(facts)
 
 
 def _processes(status: RunStatus, supervisors: list[Supervisor]) -> Table:
     """A line for each supervisor at work or dead, and one for each of its workers."""
-    table = plain_table("process", "host", ">pid", "device", "state", ">last sign", ">rows", ">ETA")
+    table = plain_table("process", "host", ">pid", "device", "state", ">silent for", ">rows", ">ETA")
     for supervisor in supervisors:
         snapshot, silence = supervisor.snapshot, status.silence(supervisor)
         table.add_row(
@@ -94,18 +94,18 @@ def _processes(status: RunStatus, supervisors: list[Supervisor]) -> Table:
             str(supervisor.pid),
             "",
             supervisor.state,
-            f"{seconds_text(silence)} ago",
+            seconds_text(silence),
             f"{snapshot.rows_done:,}/{snapshot.rows_total:,}",
             _eta(supervisor),
         )
-        for worker in snapshot.workers if supervisor.active else ():
+        for worker in snapshot.workers if supervisor.at_work else ():
             table.add_row(
                 f"  {worker.name}",
                 "",
                 str(worker.pid),
                 worker.device,
                 worker.state,
-                f"{seconds_text(worker.heartbeat_age + silence)} ago",
+                seconds_text(worker.heartbeat_age + silence),
                 f"{worker.rows_in_flight:,} begun",
                 "",
             )
@@ -113,7 +113,7 @@ def _processes(status: RunStatus, supervisors: list[Supervisor]) -> Table:
 
 
 def _eta(supervisor: Supervisor) -> str:
-    return "" if supervisor.eta_seconds is None or not supervisor.active else seconds_text(supervisor.eta_seconds)
+    return "" if supervisor.eta_seconds is None or not supervisor.at_work else seconds_text(supervisor.eta_seconds)
 
 
 def _row_texts(status: RunStatus) -> list[str]:
@@ -125,14 +125,13 @@ def _row_texts(status: RunStatus) -> list[str]:
 
 
 def _rate_texts(status: RunStatus) -> list[str]:
-    active = [supervisor for supervisor in status.supervisors if supervisor.active]
+    active = [supervisor for supervisor in status.supervisors if supervisor.at_work]
     if not active:
         return []
     texts = [
         f"{rate_text(sum(item.rows_per_second for item in active))} rows/s",
         f"prefill {rate_text(sum(item.tokens_per_second for item in active))} tok/s",
         f"decode {rate_text(sum(item.generated_per_second for item in active))} tok/s",
-        f"{count_text(sum(item.snapshot.generated for item in active))} tokens generated",
     ]
     if status.eta_seconds is not None:
         texts.append(f"ETA {seconds_text(status.eta_seconds)}")

@@ -14,17 +14,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from longbatch.core import Result
 from longbatch.device import DeviceInfo
 from longbatch.errors import AbortError, DeviceError, DiskError, ExitCode, LongbatchError, RowError
 from longbatch.output import ResultWriter, RunFolder, recover
+from longbatch.output.files import disk_errors
+from longbatch.output.parquet import READ_ERRORS
 from longbatch.run.channel import Channel, Message
 from longbatch.run.dispatch import Assignment, Dispatcher, Verdict
 from longbatch.run.failures import Failures
@@ -37,12 +42,16 @@ ENGINE = "longbatch.run.worker:load_engine"
 POLL_SECONDS = 0.2
 # A worker that shows no sign of life for this long, or for this many times its wave's estimate, is stuck.
 STUCK_SECONDS = 900.0
+# Loading says nothing of itself until it is done, and large weights may come from a slow disk.
+LOAD_SECONDS = 7200.0
 STUCK_FACTOR = 20.0
 # Time for a stuck worker to write its stacks, and beyond --grace for one that is told to stop.
 LAST_WORDS_SECONDS = 1.0
 STOP_MARGIN_SECONDS = 10.0
-# Workers that die one after the other without a single result.
+# Workers that die one after the other without a single result: where no row is to blame, and where rows were blamed,
+# because a worker that no row gets through dies of something else.
 MOST_FRUITLESS_DEATHS = 3
+MOST_BLAMED_DEATHS = 10
 # A row that was under way this often when everything was killed runs alone the next time.
 MOST_INTERRUPTIONS = 2
 COUNTERS = ("prefill_tokens", "decode_tokens", "prefill_seconds", "decode_seconds")
@@ -71,7 +80,7 @@ class WorkerProcess:
 @dataclass(slots=True)
 class Tally:
     """What all workers have done together. ready_at: wall clock when the first worker could begin, 0.0 before;
-    startup_seconds: how long that took."""
+    startup_seconds: how long that took. seconds: from the start until the last worker had saved everything."""
 
     rows: int = 0
     failed: int = 0
@@ -83,6 +92,7 @@ class Tally:
     decode_seconds: float = 0.0
     ready_at: float = 0.0
     startup_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 class Supervisor:
@@ -117,11 +127,11 @@ class Supervisor:
         self.stopping = False
         self._deadline = 0.0
         self._refusal: LongbatchError | None = None
-        self._fruitless = 0
-        assignments = [
-            Assignment(wave.index, tuple(left.index.entry(s.row, s.sample) for s in wave.rows), False, wave.seconds)
+        self._fruitless = self._barren = 0
+        assignments = (
+            Assignment(wave.index, tuple(left.index.find(wave.rows).tolist()), False, wave.seconds)
             for wave in left.plan.waves
-        ]
+        )
         self.dispatcher = Dispatcher(assignments, self._deaths, self._suspect)
 
     @property
@@ -135,7 +145,7 @@ class Supervisor:
         """watch: called about five times a second; true means to stop and save. fits: whether work of so many seconds
         may still begin. Raises DiskError, AbortError, DeviceError, UsageError; what is finished is saved in every case.
         """
-        self._put_aside(self.dispatcher.aside, "crashed_engine")
+        self._put_aside(self.dispatcher.aside)
         devices = self._job.devices[: max(1, min(len(self._job.devices), len(self._left.plan.waves)))]
         try:
             if self.dispatcher.num_left:
@@ -143,7 +153,7 @@ class Supervisor:
                     self._start(rank, device)
             while self.workers:
                 self._receive()
-                self._check_processes()
+                self._check_processes(fits)
                 self._feed(fits)
                 stop = watch(self) or self._refusal is not None or self.failures.too_many
                 if stop and not self.stopping:
@@ -160,14 +170,17 @@ class Supervisor:
     def _receive(self) -> None:
         """Take every message that has come, waiting a little where there is none."""
         ends = [worker.channel for worker in self.workers if not worker.channel.closed]
-        ready = select.select(ends, [], [], POLL_SECONDS)[0]
-        for worker in list(self.workers):
-            if worker.channel in ready:
+        full = [channel for channel in ends if channel.has_unsent]
+        readable, writable, _ = select.select(ends, full, [], POLL_SECONDS)
+        for channel in writable:
+            channel.push()
+        for worker in self.workers:
+            if worker.channel in readable:
                 for message in worker.channel.receive():
                     self._handle(worker, message)
 
     def _handle(self, worker: WorkerProcess, message: Message) -> None:
-        worker.beat = time.monotonic()
+        worker.beat, worker.stuck = time.monotonic(), False
         kind = message["kind"]
         if kind == "ready":
             worker.state = "ready"
@@ -177,24 +190,29 @@ class Supervisor:
             assignment = self.dispatcher.begin(worker.name)
             worker.state, worker.wave_seconds, worker.alone = "working", assignment.seconds, assignment.alone
         elif kind == "beat":
+            for entry, error, prompt, generated in message["finished"]:
+                self._finish(worker, entry, error, prompt, generated)
             self._count(worker, message)
         elif kind == "ended":
             worker.state = "ended"
+            self.tally.seconds = worker.beat - self._begin
         elif kind == "refused":
             self._refusal = _refusal(message)
 
+    def _finish(self, worker: WorkerProcess, entry: int, error: str | None, prompt: int, generated: int) -> None:
+        """The entry's result is in the worker's journal. error: its type if it is an error row."""
+        self.dispatcher.finish(worker.name, entry)
+        self.tally.rows += 1
+        self.tally.prompt_tokens += prompt
+        self.tally.generated_tokens += generated
+        self._fruitless = self._barren = 0
+        if error is not None:
+            self.tally.failed += 1
+        self.failures.add(error)
+
     def _count(self, worker: WorkerProcess, message: Message) -> None:
+        """Counters of one process only grow; a replaced worker begins again at 0."""
         tally = self.tally
-        for entry, error, prompt, generated in message["finished"]:
-            self.dispatcher.finish(worker.name, entry)
-            tally.rows += 1
-            tally.prompt_tokens += prompt
-            tally.generated_tokens += generated
-            self._fruitless = 0
-            if error is not None:
-                tally.failed += 1
-            self.failures.add(error)
-        # Counters of one process only grow; a replaced worker begins again at 0.
         for name in COUNTERS:
             setattr(tally, name, getattr(tally, name) + message[name] - worker.counters.get(name, 0))
             worker.counters[name] = message[name]
@@ -202,33 +220,30 @@ class Supervisor:
     def _feed(self, fits: Callable[[float], bool]) -> None:
         """Give each worker what it can take; tell those that will get nothing more to end."""
         for worker in self.workers:
-            if worker.state not in ("ready", "working") or self.stopping:
+            if worker.state not in ("starting", "ready", "working") or self.stopping:
                 continue
             while (assignment := self.dispatcher.next_for(worker.name, fits)) is not None:
                 worker.channel.send("wave", wave=assignment.wave, alone=assignment.alone, rows=self._rows(assignment))
             # While any worker is at work its death may bring more to do, so all wait for the last one.
-            if not self.dispatcher.num_left or not self._anything_fits(fits):
+            if not self.dispatcher.num_held and not self.dispatcher.anything(fits):
                 worker.channel.send("end")
                 worker.state = "ending"
 
-    def _anything_fits(self, fits: Callable[[float], bool]) -> bool:
-        """Whether more can be handed out before the deadline, or may come back from a worker that dies."""
-        return self.dispatcher.anything(fits) or any(self.dispatcher.under_way(w.name) for w in self.workers)
-
     def _rows(self, assignment: Assignment) -> list[list[Any]]:
-        index = self._left.index
-        return [
-            [
-                int(index.keys.rows[entry]),
-                int(index.keys.samples[entry]),
-                entry,
-                list(index.location(entry)),
-                index.fingerprint(entry).hex(),
-                index.key(entry).hex(),
-                self._attempt(entry),
-            ]
-            for entry in assignment.entries
-        ]
+        """Entry, row, sample, place in the manifest, key and content hash in hex, attempt."""
+        index, entries = self._left.index, np.array(assignment.entries)
+        places = index.entries[entries]
+        answers = index.keys.answers[entries].tobytes().hex()
+        columns = (
+            index.keys.rows[entries],
+            index.keys.samples[entries],
+            places["source"],
+            places["offset"],
+            places["length"],
+            self._left.attempts[entries] + 1,
+        )
+        rows = zip(assignment.entries, *(column.tolist() for column in columns), strict=True)
+        return [[*row, answers[64 * i : 64 * i + 64]] for i, row in enumerate(rows)]
 
     def _attempt(self, entry: int) -> int:
         return int(self._left.attempts[entry]) + 1
@@ -252,8 +267,9 @@ class Supervisor:
             engine=self._engine,
             started=self.started,
         )
+        with disk_errors("write a log in", self._folder.logs):
+            log = (self._folder.logs / f"worker-{name}-{attempt}.log").open("ab")
         ours, theirs = socket.socketpair()
-        log = (self._folder.logs / f"worker-{name}-{attempt}.log").open("ab")
         package = Path(__file__).resolve().parents[2]
         paths = [str(package), str(package / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
@@ -271,7 +287,7 @@ class Supervisor:
         self.workers.append(WorkerProcess(name, rank, attempt, device, process, channel, log, time.monotonic()))
         _log.info("worker %s attempt %d started, pid %d", name, attempt, process.pid)
 
-    def _check_processes(self) -> None:
+    def _check_processes(self, fits: Callable[[float], bool]) -> None:
         """Bury the dead, replace them where there is work, and end those that are stuck."""
         for worker in list(self.workers):
             if worker.process.poll() is None:
@@ -285,14 +301,16 @@ class Supervisor:
             self.workers.remove(worker)
             worker.channel.close()
             worker.log.close()
-            if worker.state != "ended":
+            if worker.state == "ended":
+                self.dispatcher.give_back(worker.name)
+            else:
                 self._bury(worker)
-                if self.dispatcher.num_left and not self.stopping and self._refusal is None:
-                    self._start(worker.rank, worker.device)
+            if not self.stopping and self._refusal is None and self.dispatcher.anything(fits):
+                self._start(worker.rank, worker.device)
 
     def _check_stuck(self, worker: WorkerProcess) -> None:
         silence = time.monotonic() - worker.beat
-        limit = max(STUCK_SECONDS, STUCK_FACTOR * worker.wave_seconds)
+        limit = LOAD_SECONDS if worker.state == "starting" else max(STUCK_SECONDS, STUCK_FACTOR * worker.wave_seconds)
         timeout = self._job.settings.row_timeout
         if timeout is not None and worker.state == "working":
             limit = min(limit, timeout)
@@ -308,38 +326,51 @@ class Supervisor:
         code = worker.process.returncode
         _log.error("worker %s died with %s", worker.name, signal.Signals(-code).name if code < 0 else f"code {code}")
         recover(self._folder, worker.name)
-        finished = self._results_of(worker)
-        verdict = self.dispatcher.lose(worker.name, lambda entry: self._left.index.key(entry) in finished)
-        clear_begun(self._folder.worker(worker.name))
+        for entry, error, prompt, generated in self._unreported(worker):
+            self._finish(worker, entry, error, prompt, generated)
         if self.stopping or self._refusal is not None:
-            return
-        reason = "row_timeout" if worker.stuck else "crashed_engine"
-        self._book.add(Strike(self._left.index.key(e).hex(), self._attempt(e), reason) for e in verdict.struck)
-        self._put_aside(list(verdict.aside), reason)
-        self._judge(worker, verdict)
+            self.dispatcher.give_back(worker.name)
+        else:
+            verdict = self.dispatcher.lose(worker.name)
+            reason = "row_timeout" if worker.stuck else "crashed_engine"
+            self._book.add(Strike(self._left.index.key(e).hex(), self._attempt(e), reason) for e in verdict.struck)
+            self._put_aside(verdict.aside)
+            self._judge(worker, verdict)
+        # Last, so that these rows are not forgotten when this process is killed on the way here.
+        clear_begun(self._folder.worker(worker.name))
 
     def _judge(self, worker: WorkerProcess, verdict: Verdict) -> None:
-        """Workers that keep dying without one result and without a row to blame will not do better."""
+        """Workers that keep dying without one result will not do better."""
         self._fruitless = 0 if verdict.aside else self._fruitless + 1
-        if self._fruitless >= MOST_FRUITLESS_DEATHS:
+        self._barren += 1
+        if self._fruitless >= MOST_FRUITLESS_DEATHS or self._barren >= MOST_BLAMED_DEATHS:
             path = self._folder.logs / f"worker-{worker.name}-{worker.attempt}.log"
             last = path.read_text(errors="replace").strip().rpartition("\n")[2]
             self._refusal = DeviceError(
-                f"the worker on {worker.device.name} died {self._fruitless} times in a row without a result",
+                f"the worker on {worker.device.name} died {self._barren} times in a row without a result",
                 hint=f"see {path}" + (f"; it ends with: {last}" if last else ""),
             )
 
-    def _results_of(self, worker: WorkerProcess) -> set[bytes]:
-        """Keys of all results that this worker published in this attempt."""
-        keys: set[bytes] = set()
+    def _unreported(self, worker: WorkerProcess) -> Iterator[tuple[int, str | None, int, int]]:
+        """What a dead worker had finished and not reported: entry, error type, tokens read and generated."""
+        begun = {self._left.index.key(entry): entry for entry in self.dispatcher.begun(worker.name)}
+        wanted = pa.array(list(begun), pa.binary(16))
+        columns = ["_key", "error.type", "usage.prompt_tokens", "usage.completion_tokens"]
         for path in self._folder.parts.glob(f"part-{worker.name}-{worker.attempt}-*.parquet"):
-            keys.update(pq.read_table(path, columns=["_key"])["_key"].to_pylist())
-        return keys
+            try:
+                table = pq.read_table(path, columns=columns, page_checksum_verification=True)
+            except READ_ERRORS:
+                continue  # a damaged part: its rows run again
+            for row in table.filter(pc.is_in(table["_key"], wanted)).to_pylist():
+                error, usage = row["error"], row["usage"]
+                yield begun[row["_key"]], error and error["type"], usage["prompt_tokens"], usage["completion_tokens"]
 
     def _stop(self, grace: float) -> None:
         self.stopping = True
         for worker in self.workers:
             worker.channel.send("stop", grace=grace)
+            if worker.state == "starting":
+                worker.process.kill()  # it has nothing to save
         # A long step cannot be interrupted; the worker is then killed, and its journal is what it leaves.
         self._deadline = time.monotonic() + grace + STOP_MARGIN_SECONDS
 
@@ -356,14 +387,14 @@ class Supervisor:
     def _against(self, entry: int) -> list[Strike]:
         return self._book.against(self._left.index.key(entry).hex(), self._attempt(entry)) if self._book else []
 
-    def _put_aside(self, entries: list[int], reason: str) -> None:
+    def _put_aside(self, entries: Sequence[int]) -> None:
         """Write error rows for entries that had their last chance."""
         if not entries:
             return
-        name = f"{self._prefix}supervisor"
-        with ResultWriter(self._folder, name, newest_attempt(self._folder, name) + 1) as writer:
+        name, index = f"{self._prefix}supervisor", self._left.index
+        with ResultWriter(self._folder, name, newest_attempt(self._folder, name) + 1, reserve_bytes=0) as writer:
             for entry in entries:
-                index = self._left.index
+                reason = [strike.reason for strike in self._against(entry) if strike.reason != INTERRUPTED][-1]
                 row, sample = int(index.keys.rows[entry]), int(index.keys.samples[entry])
                 source = read_entry(self._job, index.location(entry), row, sample)
                 message = {

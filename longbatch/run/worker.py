@@ -19,12 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from longbatch.core import Location, Prompt, Request, Result
-from longbatch.errors import ExitCode, LongbatchError
+from longbatch.errors import DiskError, ExitCode, LongbatchError
 from longbatch.output import Placement, ResultWriter, RunFolder
+from longbatch.privacy import LogFormatter, hide_data_in_tracebacks
 from longbatch.run.channel import Channel, Message
 from longbatch.run.feed import Feed, Loaded, Wanted, WaveRows
 from longbatch.run.inflight import Begun, clear_begun, write_begun
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from longbatch.engine import Engine
 
 BEAT_SECONDS = 1.0
+# How long a result usually takes into the journal.
+WRITE_SECONDS = 0.02
+# A row's key in hex, as the supervisor sends it, before the hash of its content.
+KEY_HEX = 32
 _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger("longbatch.worker")
 
@@ -46,7 +52,12 @@ def main(descriptor: int) -> int:
     # Ctrl-C and TERM reach the supervisor, which tells its workers what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    # Standard error is the worker's log: no prompt gets into it, whatever fails and whatever libraries tell.
+    hide_data_in_tracebacks()
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("longbatch").setLevel(logging.INFO)
     channel = Channel(socket.socket(fileno=descriptor))
     messages = channel.receive(None)
     if not messages:
@@ -55,10 +66,17 @@ def main(descriptor: int) -> int:
     try:
         worker = Worker(setup, channel, messages[1:])
     except LongbatchError as error:
-        channel.send("refused", exit_code=int(error.exit_code), message=error.message, hint=error.hint)
+        _refuse(channel, error)
         return error.exit_code
     worker.run()
-    return ExitCode.OK
+    # Everything is on the disk; taking the interpreter and torch apart would only keep the run waiting.
+    os._exit(ExitCode.OK)
+
+
+def _refuse(channel: Channel, error: LongbatchError) -> None:
+    """Tell the supervisor why this worker ends; no other one would do better."""
+    channel.send("refused", exit_code=int(error.exit_code), message=error.message, hint=error.hint)
+    channel.flush()
 
 
 class Worker:
@@ -71,12 +89,16 @@ class Worker:
         self._coming: deque[tuple[Message, Future[WaveRows]]] = deque()
         self._ending = False
         self._stop_at: float | None = None
-        self._finished: list[list[Any]] = []
+        self._finished: deque[list[Any]] = deque()
+        self._num_reported = 0
         self._begun: dict[tuple[int, int], Begun] = {}
         self._beat = 0.0
         self._started = setup.started
         folder = RunFolder.open(setup.out)
         self._feed = Feed(Job.reopen(setup))
+        self._prompts = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        # The prompts of the first waves are made while the weights are loaded.
+        self._take(messages + channel.receive())
         self._folder = folder.worker(setup.worker)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         module, _, function = setup.engine.partition(":")
@@ -85,32 +107,37 @@ class Worker:
         placement = Placement(device=setup.device.torch_name, rank=setup.rank)
         self._writer = ResultWriter(folder, setup.worker, setup.attempt, placement)
         channel.send("ready", seconds=time.monotonic() - begin)
-        self._take(messages)
 
     def run(self) -> None:
         """Work until told to end. A full disk ends it with everything finished still in the journal or in memory."""
-        with ThreadPoolExecutor(1, thread_name_prefix="prompts") as self._prompts:
+        with self._prompts:
             try:
                 for result, loaded in self._feed.completed(self._engine.run(self._waves(), self._tick)):
                     self._deliver(result, loaded)
                 self._writer.close()
             except LongbatchError as error:
-                self._channel.send("refused", exit_code=int(error.exit_code), message=error.message, hint=error.hint)
+                with suppress(DiskError):
+                    self._writer.close()  # gives up its reserve for what is finished and not written yet
+                _refuse(self._channel, error)
                 raise
         clear_begun(self._folder)
         self._send_progress()
         self._channel.send("ended")
+        self._channel.flush()
 
     def _waves(self) -> Iterator[list[tuple[Request, Prompt]]]:
         """The rows of each wave that comes; an empty list while there is nothing new and answers are under way."""
         while True:
+            if self._stop_at is not None:
+                return  # what is under way goes on until then
             if not self._coming:
-                if self._ending or self._stop_at is not None:
+                if self._ending:
                     return
                 if not self._engine.num_decoding:
                     if self._finished:
                         self._send_progress()
-                    self._take(self._channel.receive(BEAT_SECONDS))
+                    # The end is near when the supervisor knows of the last results: they are in the journal soon.
+                    self._take(self._channel.receive(WRITE_SECONDS if self._finished else BEAT_SECONDS))
                     self._tick()
                 else:
                     yield []
@@ -133,8 +160,8 @@ class Worker:
 
     def _begin(self, message: Message) -> None:
         """Put the wave's rows on record, then tell the supervisor."""
-        for row, sample, *_, key, attempt in message["rows"]:
-            self._begun[row, sample] = Begun(row, sample, key, attempt)
+        for _, row, sample, *_, attempt, answer in message["rows"]:
+            self._begun[row, sample] = Begun(row, sample, answer[:KEY_HEX], attempt)
         write_begun(self._folder, self._begun.values())
         self._channel.send("begin")
 
@@ -161,16 +188,18 @@ class Worker:
         return self._stop_at is not None and now >= self._stop_at
 
     def _send_progress(self) -> None:
-        counters = self._engine.counters
-        finished, self._finished = self._finished, []
-        self._channel.send("beat", finished=finished, **asdict(counters))
+        """Only results that are in the journal are reported: the supervisor never asks for them again."""
+        num_written = self._writer.num_written
+        finished = [self._finished.popleft() for _ in range(num_written - self._num_reported)]
+        self._num_reported = num_written
+        self._channel.send("beat", finished=finished, **asdict(self._engine.counters))
 
     def _take(self, messages: list[Message]) -> None:
         for message in messages:
             if message["kind"] == "wave":
                 wanted = [
-                    Wanted(entry, row, sample, Location(*location), bytes.fromhex(content), attempt)
-                    for row, sample, entry, location, content, _, attempt in message["rows"]
+                    Wanted(entry, row, sample, Location(*place), bytes.fromhex(answer[KEY_HEX:]), attempt)
+                    for entry, row, sample, *place, attempt, answer in message["rows"]
                 ]
                 self._coming.append((message, self._prompts.submit(self._feed.read, message["wave"], wanted)))
             elif message["kind"] == "end":
@@ -184,7 +213,7 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
     import torch
 
     from longbatch.cache import PAGE_TOKENS, KVCache
-    from longbatch.engine import Engine, EngineLimits
+    from longbatch.engine import Engine, EngineLimits, warm_up
     from longbatch.models import load
 
     settings, budget = job.settings, setup.budget
@@ -204,7 +233,10 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
     )
     tokenizer = job.builder.tokenizer
     named = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    return Engine(model, tokenizer, cache, limits, eos_ids=frozenset((*job.spec.eos_ids, *named)))
+    engine = Engine(model, tokenizer, cache, limits, eos_ids=frozenset((*job.spec.eos_ids, *named)))
+    if setup.device.on_gpu:
+        warm_up(engine)
+    return engine
 
 
 def _die_with_parent() -> None:
