@@ -737,3 +737,47 @@ def test_warm_up_leaves_nothing(model: Decoder, tokenizer: Tokenizer) -> None:
     warm_up(engine)
     assert engine.counters == Counters()
     assert engine.cache.pool.num_free == engine.cache.pool.num_pages
+
+
+def test_a_row_that_would_need_more_pages_than_there_are(
+    model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one step it needs none; chunks would need five, and the cache has four. Only steps taken are on record."""
+    raise_for_token(monkeypatch, model, 0, MemoryError())
+    engine = new_engine(model, tokenizer, num_pages=4)
+    ids = np.concatenate([random_ids(300, 1), np.zeros(1, dtype=np.int32)])
+    result = by_row(run_rows(engine, [score(0, ids)]))[0]
+    assert result.error is not None
+    assert result.error.type == "out_of_memory"
+    assert result.notes == ["out of memory: tiles of 32 rows"]
+
+
+def test_rows_beside_one_that_goes_down_the_ladder(
+    model: Decoder, tokenizer: Tokenizer, alone: dict[int, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of more than 128 tokens do not fit: waves are halved, the long rows are chunked and take pages while others
+    decode, and what was learned spares the second wave most failures."""
+    embedding, failures = model.embed, []
+    long_embedding = embed(21, random_ids(250, 2), "mean")
+
+    def limited(ids: torch.Tensor) -> torch.Tensor:
+        if len(ids) > 128:
+            failures.append(len(ids))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return embedding(ids)
+
+    monkeypatch.setattr(model, "embed", limited)
+    engine = new_engine(model, tokenizer, num_pages=30)
+    found = by_row(run_rows(engine, [*sixteen_rows(), score(20, random_ids(200, 1)), long_embedding]))
+    steps = ["out of memory: tiles of 32 rows", "out of memory: chunks of 96 tokens"]
+    taught = [row for row, result in found.items() if result.notes[-2:] == steps]
+    before = ["out of memory before: tiles of 32 rows, chunks of 96 tokens"]
+    spared = [row for row, result in found.items() if result.notes[-1:] == before]
+    assert taught
+    assert {7, 20, 21} <= {*taught, *spared}
+    assert len(spared) > len(taught)
+    assert {found.pop(row).status for row in (20, 21)} == {"ok"}
+    assert_same(found, alone)
+    first = len(failures)
+    assert_same(by_row(run_rows(engine, sixteen_rows())), alone)
+    assert len(failures) - first <= first // 4

@@ -13,6 +13,7 @@ from engine_rows import new_cache, random_ids, request, word_tokenizer
 from longbatch.cache.pages import pages_for
 from longbatch.core import Prompt, Result
 from longbatch.engine.decode import DecodeBatch
+from longbatch.engine.ladder import Shape
 from longbatch.engine.packing import Branch, Family, pack
 from longbatch.engine.prefill import prefill
 from longbatch.engine.sequence import Sequence
@@ -94,7 +95,8 @@ def test_cached_decode(pair: tuple[Decoder, torch.Tensor], tmp_path: Path) -> No
     for row, prompt in enumerate([ids[:270], random_ids(90, 1)]):
         pages = cache.pool.allocate(pages_for(len(prompt) + 30))
         rule = StopRule(frozenset(), (), 31, tokenizer)
-        sequence = Sequence(request(row), Prompt(prompt), Result(request(row).key, row), 0, 30, rule, pages)
+        result = Result(request(row).key, row)
+        sequence = Sequence(request(row), Prompt(prompt), result, 0, Shape(64, 4096), 30, rule, pages)
         sequences.append(sequence)
         families.append(Family([Branch(row, prompt, ((len(prompt) - 1, len(prompt)),), len(prompt) + 30, pages)]))
     for packed in pack(families, step_tokens=4096, tile_rows=64, device=CPU):

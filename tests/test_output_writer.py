@@ -176,3 +176,14 @@ def test_a_run_folder_that_vanishes_is_a_disk_error(tmp_path: Path) -> None:
     folder.worker("w0").mkdir()
     out.close()
     assert len(scan(folder)) == 1
+
+
+def test_num_written_counts_what_is_in_the_journal(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    with ResultWriter(folder, "w0") as writer:
+        assert writer.num_written == 0
+        for row in range(100):
+            writer.append(make_result(make_request(row)))
+            assert writer.num_written <= row + 1
+        writer.flush()
+        assert writer.num_written == len(scan(folder)) == 100

@@ -193,3 +193,22 @@ def test_a_million_rows() -> None:
     assert plan.totals.num_rows == 1_000_000
     assert plan.table.nbytes < 50_000_000
     assert sum(len(wave.rows) for wave in plan.waves) == 1_000_000
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 0.001, 0.01, 0.1, 1e6])
+def test_chunks_stay_under_a_time(seconds: float) -> None:
+    """Even the last chunk of the longest prompt, unless it is as short as a chunk can be; twice as many tokens would
+    take too long."""
+    chunk = COST.chunk_tokens(8000, seconds, 64)
+
+    def last(tokens: int) -> float:
+        whole, before = COST.prefill(np.array([8000])), COST.prefill(np.array([8000 - tokens]))
+        return float(whole[0] - before[0])
+
+    assert chunk in [64 * 2**power for power in range(7)]
+    assert last(chunk) <= seconds or chunk == 64
+    assert 2 * chunk > 8000 or last(2 * chunk) > seconds
+
+
+def test_chunks_of_a_short_prompt() -> None:
+    assert COST.chunk_tokens(10, 1.0, 64) == 64

@@ -350,9 +350,6 @@ def between_waves(job, setup):
     return engine
 
 def in_a_prompt(job, setup):
-    def build(request):
-        raise LookupError(request.messages)
-    job.builder.build = build
     return load_engine(job, setup)
 
 def in_a_forward(job, setup):
@@ -361,6 +358,15 @@ def in_a_forward(job, setup):
         raise Odd(f"{WORD}forward")
     engine.model.logits = logits
     return engine
+"""
+# Prompts are made before the engine is there, so this one is there from the start of a worker.
+PROMPT_BUG = """
+import sys
+if "longbatch.run.worker" in sys.orig_argv:
+    from longbatch.prompt import PromptBuilder
+    def build(self, request):
+        raise LookupError(request.messages)
+    PromptBuilder.build = build
 """
 PROGRAM = """
 import sys
@@ -377,13 +383,15 @@ sys.exit(app.main([]))
 @pytest.mark.parametrize("bug", ["at_start", "between_waves", "in_a_prompt", "in_a_forward"])
 def test_a_bug_in_a_worker(bug: str, tmp_path: Path, tiny_model: Path, environment: dict[str, str]) -> None:
     (tmp_path / "bugs.py").write_text(BUGS)
+    if bug == "in_a_prompt":
+        (tmp_path / "sitecustomize.py").write_text(PROMPT_BUG)
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
     rows = write_manifest(tmp_path / "rows.jsonl", [{"id": "a", "prompt": "canarybug w5"}])
     done = call(environment, "-c", PROGRAM, tmp_path / "out", tiny_model, rows, f"bugs:{bug}")
     assert done.returncode in (ExitCode.FAILED_ROWS, ExitCode.DEVICE), done.stderr.decode()
     assert_private(tmp_path / "out", done.stdout, done.stderr)
     log = "".join(path.read_text() for path in (tmp_path / "out" / "logs").iterdir())
-    assert "bugs.py" in log, "the place is named"
+    assert re.search(r'File ".*/(bugs|sitecustomize).py", line \d+, in ', log), "the place is named"
     assert re.search("^(ValueError|LookupError|Odd)$", log, re.MULTILINE)
 
 

@@ -7,13 +7,14 @@ import pytest
 from engine_rows import random_ids, request
 
 from longbatch.core import Prompt, Result
+from longbatch.engine.ladder import Shape
 from longbatch.engine.sequence import Sequence
 from longbatch.engine.sharing import group
 
 
 def sequence(row: int, ids: np.ndarray, task: str = "generate") -> Sequence:
     made = request(row, task)
-    return Sequence(made, Prompt(ids), Result(made.key, row), 0)
+    return Sequence(made, Prompt(ids), Result(made.key, row), 0, Shape(64, 4096))
 
 
 def groups(*prompts: np.ndarray, task: str = "generate") -> list[tuple[int, list[int]]]:

@@ -20,7 +20,7 @@ __all__ = ["slurm", "tiny_model"]
 NUM_ROWS = 240
 NUM_TOKENS = 300
 # Few rows at a time and short waves: rows end one after the other, and something is always under way.
-SETTINGS = {"max_tokens": NUM_TOKENS, "decode_batch": 8, "max_wave_seconds": 1, "grace": 1, "threads": 1}
+SETTINGS = {"max_tokens": NUM_TOKENS, "decode_batch": 4, "max_wave_seconds": 1, "grace": 1, "threads": 1}
 
 
 def submit(slurm: Cluster, *arguments: str) -> dict[str, str]:
@@ -62,36 +62,43 @@ def test_an_array_that_is_disturbed_in_every_way(slurm: Cluster, tiny_model: Pat
     # One gives way to an urgent job, one is requeued by an administrator, one is told to end as at its time limit.
     slurm.call("sbatch", "--partition=urgent", "--ntasks=5", "--output=urgent.log", "--wrap=sleep 1")
     wait_until(lambda: 1 in restarts(slurm, array).values(), "the urgent job to preempt")
-    first, second, *_ = (f"{array}_{task}" for task, count in restarts(slurm, array).items() if count == 0)
-    slurm.call("scontrol", "requeue", first)
-    slurm.call("scancel", "--signal=TERM", "--batch", second)
-    slurm.wait_for(first, "PENDING")
-    slurm.wait_for(second, "PENDING")
+    first, second, last = (task for task, count in restarts(slurm, array).items() if count == 0)
+    slurm.call("scontrol", "requeue", f"{array}_{first}")
+    slurm.call("scancel", "--signal=TERM", "--batch", f"{array}_{second}")
+    slurm.wait_for(f"{array}_{first}", "PENDING")
+    slurm.wait_for(f"{array}_{second}", "PENDING")
     slurm.start_now(array)
-    wait_until(lambda: slurm.states(array) == ["RUNNING"] * 4, "all elements to run again")
-    wait_until(lambda: len(find_holders(out / "_work")) == 4, "all elements to own their shares")
+    again = [f"{array}_{task}" for task in restarts(slurm, array) if task != last]
+    for element in again:
+        slurm.wait_for(element, "RUNNING")
+    names = {f"s{element.rpartition('_')[2]}" for element in again}
+    wait_until(lambda: names <= {holder.name for holder in find_holders(out / "_work")}, "shares to be owned")
 
     # The node is lost with all of them.
     node = slurm.call("hostname", "-s")
     slurm.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
-    slurm.wait_for(array, "PENDING")
+    slurm.wait_for(array, "PENDING", "COMPLETED")
     assert slurm.states(jobs["merge"]) == ["PENDING"]
     holders = find_holders(out / "_work")
     wait_until(lambda: not any(holder.is_alive(out / "_work") for holder in holders), "the processes to be gone")
-    slurm.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    # Refused where the node has reported back by itself.
+    slurm.call("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
     slurm.start_now(array)
     slurm.wait_for(array, "COMPLETED", seconds=200)
     slurm.wait_for(jobs["merge"], "COMPLETED")
 
-    assert sorted(restarts(slurm, array).values()) == [1, 2, 2, 2]
+    counts = restarts(slurm, array)
+    assert counts.pop(last) <= 1  # it may have been finished before the node was lost
+    assert set(counts.values()) == {2}
     found = results(out)
     assert [row["id"] for row in found] == [row["id"] for row in rows]
     assert {row["status"] for row in found} == {"ok"}
-    assert {row["usage"]["completion"] for row in found} == {NUM_TOKENS}
+    assert {row["usage"]["completion_tokens"] for row in found} == {NUM_TOKENS}
     assert len({row["placement"]["slurm_job_id"] for row in found}) == 4
     assert read_success(RunFolder.open(out)) is not None
     # Nobody read the manifest again.
-    assert (out / "_work" / "index.parquet").stat() == index
+    now = (out / "_work" / "index.parquet").stat()
+    assert (now.st_ino, now.st_mtime_ns) == (index.st_ino, index.st_mtime_ns)
     part = write_manifest(tmp_path / "part.jsonl", rows[:40])
     assert run(part, tiny_model, tmp_path / "alone", **SETTINGS) is ExitCode.OK
     assert [row["text"] for row in results(tmp_path / "alone")] == [row["text"] for row in found[:40]]

@@ -15,6 +15,7 @@ from longbatch.errors import UsageError
 BENCHES = {
     "job": "longbatch.bench.job",
     "manifest": "longbatch.bench.scale",
+    "resume": "longbatch.bench.resume",
 }
 
 __all__ = ["BENCHES", "Measurement", "find"]

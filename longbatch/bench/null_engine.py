@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from longbatch.core import Prompt, Request, Result
 from longbatch.run.job import Job, WorkerSetup
@@ -27,6 +28,7 @@ class NullEngine:
     """Answers each row with its id."""
 
     num_decoding = 0
+    spill = None
 
     def __init__(self) -> None:
         self.counters = NullCounters()
@@ -59,8 +61,8 @@ def slow_disk() -> None:
     """Make every fsync of this process take 20 ms longer than the disk does."""
     fsync = os.fsync
 
-    def slow(descriptor: int) -> None:
+    def slow(descriptor: Any) -> None:
         time.sleep(FSYNC_SECONDS)
         fsync(descriptor)
 
-    os.fsync = slow
+    os.fsync = slow  # type: ignore[assignment]

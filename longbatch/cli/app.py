@@ -40,7 +40,7 @@ app = typer.Typer(
     name="longbatch",
     help="Offline batch inference on very long inputs: a table of prompts in, a Parquet file of answers out.",
     epilog="Exit codes: 0 all rows ok, 1 internal error, 2 usage, 3 finished with failed rows, 4 nothing can run, "
-    "5 no usable device, 6 disk, 75 interrupted or incomplete and saved, 130 second Ctrl-C.",
+    "5 no usable device, 6 disk, 8 too many failed rows, 75 interrupted or incomplete and saved, 130 second Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -2,6 +2,7 @@
 
 from longbatch.engine.engine import Engine
 from longbatch.engine.limits import EngineLimits
+from longbatch.engine.spill import Spill
 from longbatch.engine.warmup import warm_up
 
-__all__ = ["Engine", "EngineLimits", "warm_up"]
+__all__ = ["Engine", "EngineLimits", "Spill", "warm_up"]

@@ -38,24 +38,18 @@ class _StoppedError(Exception):
 
 
 class Engine:
-    """Runs rows on one device; `run` is the whole of it."""
+    """Runs rows on one device; `run` is the whole of it. spill: where long rows keep their state, if anywhere; who
+    takes the results removes it from there."""
 
     def __init__(
-        self,
-        model: Decoder,
-        tokenizer: Tokenizer,
-        cache: KVCache,
-        limits: EngineLimits,
-        *,
-        eos_ids: frozenset[int],
-        spill: Spill | None = None,
+        self, model: Decoder, tokenizer: Tokenizer, cache: KVCache, limits: EngineLimits, *, eos_ids: frozenset[int]
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.cache = cache
         self.limits = limits
         self.counters = Counters()
-        self.spill = spill
+        self.spill: Spill | None = None
         self._ladder = Ladder(limits)
         self._answers = Answers(tokenizer, cache, limits)
         self._eos = eos_ids
@@ -169,7 +163,7 @@ class Engine:
             if sequence.num_pages > free or (decodes and places == 0):
                 break
             tokens += sequence.num_tokens
-            alone = sequence.chunked or waiting[0].chunked
+            alone = sequence.alone or waiting[0].alone
             if taken and (alone or tokens > self._ladder.wave_tokens):
                 return taken
             taken += 1
@@ -225,7 +219,7 @@ class Engine:
                 raise
             require_device(fault)
             error = row_error(fault)
-            _log.warning("prefill of %d rows failed: %s", len(sequences), error.type, exc_info=fault)
+            _log_fault(f"prefill of {len(sequences)} rows", fault, error)
             return error
         for sequence in sequences:
             remark = self._ladder.remark(sequence.num_tokens, sequence.shape)
@@ -241,8 +235,10 @@ class Engine:
         if shape is None:
             return None
         smaller = self._reopened(sequence, shape)
+        if self._refusal(smaller) is not None:
+            return None
         smaller.result.notes.append(step_down(sequence.shape, shape))
-        return smaller if self._refusal(smaller) is None else None
+        return smaller
 
     def _reopened(self, sequence: Sequence, shape: Shape | None = None) -> Sequence:
         """The row as it was before a prefill that failed."""
@@ -369,7 +365,7 @@ class Engine:
     def _retreat(self, fault: BaseException) -> list[Result]:
         """A decode step failed: go on with half of the rows, the others later; a row that fails alone ends."""
         batch, error = self._batch, row_error(fault)
-        _log.warning("decode step of %d rows failed: %s", len(batch), error.type, exc_info=fault)
+        _log_fault(f"decode step of {len(batch)} rows", fault, error)
         if len(batch) > 1:
             if error.type == "out_of_memory":
                 for sequence in batch.sequences:
@@ -387,3 +383,8 @@ class Engine:
         sequence.stamp(time.monotonic())
         sequence.release(self.cache.pool)
         return sequence.result
+
+
+def _log_fault(what: str, fault: BaseException, error: RowError) -> None:
+    """Where memory ran out is of no interest; where anything else failed is."""
+    _log.warning("%s failed: %s", what, error.type, exc_info=None if error.type == "out_of_memory" else fault)

@@ -39,9 +39,10 @@ def open_sequence(
     eos_ids: frozenset[int],
     shape: Shape | None = None,
 ) -> Sequence:
-    """The engine's state for one row. shape: how its prefill runs, where the ladder has no say."""
+    """The engine's state for one row. shape: of its prefill alone, for a row that is on its way down the ladder."""
     limits, num_tokens = ladder.limits, _num_tokens(request, prompt)
     seed = row_seed(limits.run_seed, request.key, request.sampling)
+    descending = shape is not None
     shape = shape or ladder.shape(num_tokens)
     sequence = Sequence(request, prompt, Result(request.key, request.row), seed, shape, num_tokens=num_tokens)
     result, sampling = sequence.result, request.sampling
@@ -52,6 +53,7 @@ def open_sequence(
         ids = eos_ids | frozenset(sampling.stop_token_ids)
         sequence.stop = StopRule(ids, sampling.stop, sequence.max_tokens, tokenizer)
     sequence.chunked = num_tokens > shape.step_tokens
+    sequence.alone = sequence.chunked or descending
     sequence.num_pages = _num_pages(sequence)
     return sequence
 

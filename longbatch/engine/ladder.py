@@ -68,11 +68,16 @@ class Ladder:
         """What the row's result says when it began lower than the top, for the sake of an earlier one."""
         if shape == self._top or shape != self.shape(num_tokens):
             return None
-        return f"out of memory before: tiles of {shape.tile_rows:,} rows, chunks of {shape.step_tokens:,} tokens"
+        return f"out of memory before: {_difference(self._top, shape)}"
 
 
 def step_down(old: Shape, new: Shape) -> str:
     """What the row's result says of one step on the ladder."""
-    if new.tile_rows < old.tile_rows:
-        return f"out of memory: tiles of {new.tile_rows:,} rows"
-    return f"out of memory: chunks of {new.step_tokens:,} tokens"
+    return f"out of memory: {_difference(old, new)}"
+
+
+def _difference(old: Shape, new: Shape) -> str:
+    """In what one shape is smaller than another."""
+    tiles = [f"tiles of {new.tile_rows:,} rows"] if new.tile_rows < old.tile_rows else []
+    chunks = [f"chunks of {new.step_tokens:,} tokens"] if new.step_tokens < old.step_tokens else []
+    return ", ".join(tiles + chunks)

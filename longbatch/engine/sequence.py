@@ -18,11 +18,11 @@ from longbatch.errors import RowError
 class Sequence:
     """A request that runs.
 
-    seed: of its draws. max_tokens: most that it may sample. stop: present when the task decodes. pages: block table,
-    while held; num_pages: pages that it asks for. num_tokens: tokens that its prefill runs; shape: how; chunked:
-    whether they need more than one step. seen: bool [vocab], tokens of prompt and answer, where the penalty asks.
-    started, decode_started: monotonic times of its first work and of its first token. scored: log-probabilities of
-    its answer's tokens.
+    seed: of its draws. shape: how its prefill runs. max_tokens: most that it may sample. stop: present when the task
+    decodes. pages: block table, while held; num_pages: pages that it asks for. num_tokens: tokens that its prefill
+    runs; chunked: whether they need more than one step; alone: whether no other row may be prefilled beside it. seen:
+    bool [vocab], tokens of prompt and answer, where the repetition penalty asks. started, decode_started: monotonic
+    times of its first work and of its first token. scored: log-probabilities of its answer's tokens.
     """
 
     request: Request
@@ -36,6 +36,7 @@ class Sequence:
     num_pages: int = 0
     num_tokens: int = 0
     chunked: bool = False
+    alone: bool = False
     seen: Tensor | None = None
     started: float = 0.0
     decode_started: float | None = None

@@ -57,23 +57,24 @@ class Spill:
     def row(self, family: Family[Owner], cache: KVCache) -> SpilledRow:
         """The state of a row that is about to be prefilled; what an older version of the row left is removed."""
         sequence = family.branches[0].owner.sequence
-        folder = self._of(sequence.request)
+        folder = self.folder_of(sequence.request)
         for other in self._folder.glob(f"{folder.name.partition('-')[0]}-*"):
             if other != folder:
                 _delete(other)
         return SpilledRow(folder, family, cache, self._model)
 
-    def remove(self, result: Result) -> None:
-        """The row's result is safe, so nothing of it need be kept."""
-        _delete(self._of(result))
+    def folder_of(self, source: Request | Result) -> Path:
+        """Where a row keeps its state, if it does."""
+        return self._folder / f"{digest_of(source).hex()}-{padded_fingerprint(source.fingerprint).hex()}"
+
+    def remove(self, folder: Path) -> None:
+        """Remove a row's state: its result is safe."""
+        _delete(folder)
 
     def close(self) -> None:
         """Remove the folder itself if nothing is left in it."""
         with suppress(OSError):
             self._folder.rmdir()
-
-    def _of(self, source: Request | Result) -> Path:
-        return self._folder / f"{digest_of(source).hex()}-{padded_fingerprint(source.fingerprint).hex()}"
 
 
 class SpilledRow:
@@ -148,7 +149,8 @@ class SpilledRow:
             for layer in range(len(self._cache.keys)):
                 file.write(_bytes(self._cache.read(layer, self._pages, self._position, stop)[values]))
         for tensor in state.values():
-            file.write(_bytes(tensor))
+            if tensor.numel():
+                file.write(_bytes(tensor))
         file.write(struct.pack("<I", file.checksum))
 
     def _load(self, path: Path) -> bool:

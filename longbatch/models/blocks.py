@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longbatch.models.linear import add_linear, linear
 from longbatch.models.rope import RopeValues, rotate
 from longbatch.models.spec import LayerSpec
 
@@ -52,12 +53,6 @@ def gated(gate_up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0
     return gate.mul_(up)
 
 
-def add_projection(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x += y @ weight.T + bias, in place; returns x."""
-    x.addmm_(y, weight.t())
-    return x if bias is None else x.add_(bias)
-
-
 class Attention:
     """q, k, v and output projections of a layer: everything of attention but the attention itself."""
 
@@ -93,13 +88,13 @@ class Attention:
         """x += o_proj(attention [T, H, D]), in place; returns x."""
         attention = attention.reshape(x.shape[0], -1)
         if self._out_norm is None:
-            return add_projection(x, attention, self._out, self._out_bias)
-        return x.add_(rms_norm(F.linear(attention, self._out, self._out_bias), self._out_norm, self._eps))
+            return add_linear(x, attention, self._out, self._out_bias)
+        return x.add_(rms_norm(linear(attention, self._out, self._out_bias), self._out_norm, self._eps))
 
     def _project(self, n: Tensor, rows: slice) -> Tensor:
         """The heads [T, heads, D] that some rows of the fused projection make."""
         weight, bias = self._qkv[rows], None if self._qkv_bias is None else self._qkv_bias[rows]
-        return F.linear(n, weight, bias).view(n.shape[0], weight.shape[0] // self._head_dim, self._head_dim)
+        return linear(n, weight, bias).view(n.shape[0], weight.shape[0] // self._head_dim, self._head_dim)
 
     def _turn(self, fused: Tensor, num_q: int, num_k: int, rope: RopeValues | None) -> tuple[Tensor, Tensor]:
         """The first num_q heads as queries and the next num_k as keys, normed and rotated."""
@@ -124,11 +119,11 @@ class DenseMlp:
 
     def add_to(self, x: Tensor, n: Tensor) -> Tensor:
         """x += mlp(n), in place; returns x."""
-        return add_projection(x, self._inner(n), self._down, self._down_bias)
+        return add_linear(x, self._inner(n), self._down, self._down_bias)
 
     def __call__(self, n: Tensor) -> Tensor:
         """mlp(n [T, hidden]) -> [T, hidden]."""
-        return F.linear(self._inner(n), self._down, self._down_bias)
+        return linear(self._inner(n), self._down, self._down_bias)
 
     def _inner(self, n: Tensor) -> Tensor:
-        return gated(F.linear(n, self._gate_up, self._gate_up_bias), self._activation)
+        return gated(linear(n, self._gate_up, self._gate_up_bias), self._activation)

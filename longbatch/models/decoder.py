@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longbatch.models.blocks import Attention, DenseMlp, rms_norm
+from longbatch.models.linear import linear
 from longbatch.models.moe import MoeMlp
 from longbatch.models.parameters import parameters
 from longbatch.models.rope import Rope, RopeValues
@@ -116,6 +117,6 @@ class Decoder:
 
     def logits(self, h: Tensor) -> Tensor:
         """Logits [T, vocab] in float32 of final-normed states h [T, hidden], the final soft-cap applied."""
-        logits = F.linear(h, self._head).to(torch.float32)
+        logits = linear(h, self._head).to(torch.float32)
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longbatch.models.blocks import gated
+from longbatch.models.linear import linear, linear_into
 from longbatch.models.spec import LayerSpec, MoeSpec
 
 
@@ -34,7 +35,7 @@ class MoeMlp:
 
     def __call__(self, n: Tensor) -> Tensor:
         """moe(n [T, hidden]) -> [T, hidden]."""
-        weights, experts = route(F.linear(n, self._router, self._router_bias), self._spec)
+        weights, experts = route(linear(n, self._router, self._router_bias), self._spec)
         num_tokens, rank = experts.shape
         chosen, order = torch.sort(experts.reshape(-1), stable=True)
         numbers = torch.arange(self._spec.num_experts, device=n.device)
@@ -76,7 +77,7 @@ def expert_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Gro
     start = 0
     for expert, end in enumerate(groups.ends.tolist()):
         if start < end:
-            torch.mm(rows[start:end], weight[expert].t(), out=result[start:end])
+            linear_into(result[start:end], rows[start:end], weight[expert])
             if bias is not None:
                 result[start:end].add_(bias[expert])
             start = end

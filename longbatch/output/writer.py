@@ -69,8 +69,12 @@ class ResultWriter:
 
     @property
     def num_written(self) -> int:
-        """How many of the results handed over, in their order, are in the journal and so safe from a kill."""
+        """How many of the results handed over, in their order, are in the journal and so safe from a kill.
+
+        Raises DiskError if an earlier write failed.
+        """
         with self._changed:
+            self._raise_error()
             return self._num_written
 
     def append(self, *results: Result) -> None:

@@ -52,6 +52,14 @@ class CostModel:
         entries = self.spec.kv_entries_per_token * float((steps * before + steps**2 / 2).sum())
         return max(reading, computing) + entries * self.kv_bytes / self.rates.bandwidth
 
+    def chunk_tokens(self, longest: int, seconds: float, unit: int) -> int:
+        """Most tokens whose prefill takes at most `seconds` even at the end of a prompt of `longest` tokens: `unit`
+        times a power of two, so that rates measured a little differently cut rows in the same places."""
+        sizes = unit * 2 ** np.arange(max(1, longest // unit).bit_length())
+        sizes = sizes[sizes <= longest]
+        took = self.prefill(np.array([longest])) - self.prefill(longest - sizes)
+        return int(sizes[took <= seconds].max(initial=unit))
+
     @cached_property
     def _head_flops(self) -> float:
         """Operations of the vocabulary projection for one position."""

@@ -35,7 +35,8 @@ class Budget:
 
     wave_tokens: most tokens of one wave. kv_tokens: tokens that the K/V pages hold, a multiple of 64. tile_tokens:
     tokens whose Q, attention output and MLP exist at once. parts: the sum as (what, bytes), the reserve included;
-    memory_bytes: what there is.
+    memory_bytes: what there is. chunk_tokens: most tokens in one step of a row alone, None for wave_tokens; a matter of
+    time, which the job sets.
     """
 
     wave_tokens: int
@@ -43,6 +44,7 @@ class Budget:
     tile_tokens: int
     parts: tuple[tuple[str, int], ...] = ()
     memory_bytes: int = 0
+    chunk_tokens: int | None = None
 
     @property
     def used_bytes(self) -> int:

@@ -136,7 +136,7 @@ def make_plan(
     budget.kv_tokens is refused with `does_not_fit`. Rows of one length keep the order of the manifest.
     """
     table = np.fromiter(sizes, dtype=ROW_DTYPE)
-    needed = _cache_tokens(table, budget.wave_tokens)
+    needed = _cache_tokens(table, min(budget.wave_tokens, budget.chunk_tokens or budget.wave_tokens))
     fits = needed <= budget.kv_tokens
     refused = [
         (size, _does_not_fit(size, budget, spec, cost.kv_bytes)) for size in map(RowSize._make, table[~fits].tolist())
@@ -160,11 +160,11 @@ def make_plan(
     return Plan(table, bounds, np.diff(ends), refused, budget, totals)
 
 
-def _cache_tokens(table: np.ndarray, wave_tokens: int) -> np.ndarray:
+def _cache_tokens(table: np.ndarray, step_tokens: int) -> np.ndarray:
     """Tokens of K/V pages that each row holds: int64 [rows]. Rows that neither decode nor branch nor run in chunks
     need none."""
     whole: np.ndarray = table["prompt"] + table["generated"] + table["branch_tokens"]
-    needs_pages = (table["generated"] > 0) | (table["branch_tokens"] > 0) | (table["prompt"] > wave_tokens)
+    needs_pages = (table["generated"] > 0) | (table["branch_tokens"] > 0) | (table["prompt"] > step_tokens)
     pages = -(-whole // PAGE_TOKENS)
     tokens: np.ndarray = np.where(needs_pages, pages * PAGE_TOKENS, 0)
     return tokens

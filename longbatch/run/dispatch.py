@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 # Waves that a worker holds at a time: the one it works on and one whose prompts it makes meanwhile.
 OUTSTANDING = 2
@@ -33,6 +34,10 @@ class _Held:
     @property
     def num_entries(self) -> int:
         return len(self.begun) + sum(len(assignment.entries) for assignment in self.waiting)
+
+    @property
+    def has_alone(self) -> bool:
+        return any(assignment.alone for assignment in (*self.waiting, *islice(self.begun.values(), 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +91,18 @@ class Dispatcher:
         return sum(held.num_entries for held in self._held.values())
 
     def next_for(self, worker: str, fits: Callable[[float], bool]) -> Assignment | None:
-        """An assignment for a worker that can take one and for which there is time; None otherwise."""
+        """An assignment for a worker that can take one and for which there is time; None otherwise.
+
+        Beside one that runs alone a worker holds nothing: not even the prompts of others are made meanwhile.
+        """
         held = self._held.setdefault(worker, _Held())
-        if len(held.waiting) + bool(held.begun) >= OUTSTANDING:
+        if len(held.waiting) + bool(held.begun) >= OUTSTANDING or held.has_alone:
             return None
         for queue in (self._alone, self._queue):
             for assignment in queue:
                 if fits(assignment.seconds):
+                    if assignment.alone and held.num_entries:
+                        return None
                     queue.remove(assignment)
                     held.waiting.append(assignment)
                     return assignment
@@ -132,10 +142,14 @@ class Dispatcher:
         begun = [replace(assignments[number], entries=tuple(entries)) for number, entries in unfinished.items()]
         self._return([*begun, *held.waiting])
 
-    def lose(self, worker: str) -> Verdict:
+    def lose(self, worker: str, *, blames_waiting: bool = False) -> Verdict:
         """The worker is dead. What it had not begun goes back to the front; what was under way gets a strike, and
-        another chance alone or none."""
+        another chance alone or none. blames_waiting: where nothing was, what it was about to begin gets the strike,
+        because making the prompts may have killed it."""
         held = self._held.pop(worker, _Held())
+        if blames_waiting and not held.begun and held.waiting:
+            first = held.waiting.popleft()
+            held.begun = dict.fromkeys(first.entries, first)
         self._return(held.waiting)
         struck = list(held.begun)
         aside = []

@@ -283,7 +283,7 @@ class Run:
             expected = index if stored is None else stored
         summary = merge(folder, expected.keys, partial=settings.only is not None)
         if not summary.num_missing:
-            remove_copies(folder)
+            remove_copies(folder, settings.spill)
         nothing_ran = not left.plan.totals.num_rows and len(left.failed) == summary.num_rows
         code = ExitCode.MANIFEST if nothing_ran else exit_code(settings, summary)
         self._write_status("finished", supervisor, left, code)

@@ -78,9 +78,12 @@ def merge_folder(out: Path, *, partial: bool) -> ExitCode:
     return ExitCode.FAILED_ROWS if summary.num_failed else ExitCode.OK
 
 
-def remove_copies(folder: RunFolder) -> None:
-    """Remove the local copies of compressed and remote sources: the prompts in them are needed no more."""
+def remove_copies(folder: RunFolder, spill: Path | None = None) -> None:
+    """Remove the local copies of compressed and remote sources: the prompts in them are needed no more. And what rows
+    left in the spill folder whose worker was killed between their result and its own tidying."""
     shutil.rmtree(folder.work / SPOOL, ignore_errors=True)
+    if spill is not None:
+        shutil.rmtree(spill / folder.run_id, ignore_errors=True)
 
 
 def summary_lines(folder: RunFolder, summary: MergeSummary, work: Work) -> list[str]:

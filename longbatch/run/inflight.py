@@ -2,8 +2,9 @@
 
 A worker names the rows it begins in a file before it begins them. Whoever finds that file after the worker's death
 gives each of those rows that has no result a strike: one strike, and the row runs alone; two, and it is put aside as an
-error row. Where the whole run was killed, which says little about any row, strikes of their own kind are given: two, and
-the row runs alone. A strike belongs to one attempt: it is void once the row has a result of that attempt or a later one.
+error row. Where the whole run was killed, which says little about any row, strikes of their own kind are given: two,
+and the row runs alone. A strike belongs to one attempt: it is void once the row has a result of that attempt or a later
+one.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Job:
         width = DTYPE_BYTES[self.dtype]
         device = self.device
         memory = min(device.memory_bytes, device.free_bytes or device.memory_bytes)
-        return budget(
+        shares = budget(
             self.spec,
             memory,
             width,
@@ -178,6 +178,12 @@ class Job:
             wave_tokens=self.settings.wave_tokens,
             kv_tokens=self.settings.kv_tokens,
         )
+        if self.settings.spill is None:
+            return shares
+        # A row that keeps its state after each chunk loses at most one of them.
+        longest = min(shares.kv_tokens, self.spec.max_length)
+        chunk = self.cost().chunk_tokens(longest, self.settings.max_wave_seconds, shares.tile_tokens)
+        return replace(shares, chunk_tokens=chunk)
 
     def cost(self) -> CostModel:
         """Predicted times, from the device's rates; only where the job plans, not in a worker."""

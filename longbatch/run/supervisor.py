@@ -22,14 +22,13 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from longbatch.core import Result
 from longbatch.device import DeviceInfo
 from longbatch.errors import AbortError, DeviceError, DiskError, ExitCode, LongbatchError, RowError
 from longbatch.output import ResultWriter, RunFolder, recover
 from longbatch.output.files import disk_errors
-from longbatch.output.parquet import READ_ERRORS
+from longbatch.output.parquet import READ_ERRORS, open_checked
 from longbatch.run.channel import Channel, Message
 from longbatch.run.dispatch import Assignment, Dispatcher, Verdict
 from longbatch.run.failures import Failures
@@ -222,6 +221,10 @@ class Supervisor:
         for worker in self.workers:
             if worker.state not in ("starting", "ready", "working") or self.stopping:
                 continue
+            # Prompts made while the model loads save time; after a death without a result a worker loads first, which
+            # tells what cannot start from a row whose prompt kills.
+            if worker.state == "starting" and self._fruitless:
+                continue
             while (assignment := self.dispatcher.next_for(worker.name, fits)) is not None:
                 worker.channel.send("wave", wave=assignment.wave, alone=assignment.alone, rows=self._rows(assignment))
             # While any worker is at work its death may bring more to do, so all wait for the last one.
@@ -324,6 +327,7 @@ class Supervisor:
     def _bury(self, worker: WorkerProcess) -> None:
         """A worker died: keep what it had finished, and judge the rows that were under way."""
         code = worker.process.returncode
+        self.tally.seconds = time.monotonic() - self._begin
         _log.error("worker %s died with %s", worker.name, signal.Signals(-code).name if code < 0 else f"code {code}")
         recover(self._folder, worker.name)
         for entry, error, prompt, generated in self._unreported(worker):
@@ -331,7 +335,7 @@ class Supervisor:
         if self.stopping or self._refusal is not None:
             self.dispatcher.give_back(worker.name)
         else:
-            verdict = self.dispatcher.lose(worker.name)
+            verdict = self.dispatcher.lose(worker.name, blames_waiting=self._fruitless > 0)
             reason = "row_timeout" if worker.stuck else "crashed_engine"
             self._book.add(Strike(self._left.index.key(e).hex(), self._attempt(e), reason) for e in verdict.struck)
             self._put_aside(verdict.aside)
@@ -358,7 +362,8 @@ class Supervisor:
         columns = ["_key", "error.type", "usage.prompt_tokens", "usage.completion_tokens"]
         for path in self._folder.parts.glob(f"part-{worker.name}-{worker.attempt}-*.parquet"):
             try:
-                table = pq.read_table(path, columns=columns, page_checksum_verification=True)
+                with open_checked(path) as file:
+                    table = file.read(columns=columns)
             except READ_ERRORS:
                 continue  # a damaged part: its rows run again
             for row in table.filter(pc.is_in(table["_key"], wanted)).to_pylist():

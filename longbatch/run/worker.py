@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longbatch.core import Location, Prompt, Request, Result
@@ -91,6 +92,7 @@ class Worker:
         self._stop_at: float | None = None
         self._finished: deque[list[Any]] = deque()
         self._num_reported = 0
+        self._spilled: deque[Path] = deque()  # of each finished row that is not in the journal yet
         self._begun: dict[tuple[int, int], Begun] = {}
         self._beat = 0.0
         self._started = setup.started
@@ -122,6 +124,8 @@ class Worker:
                 raise
         clear_begun(self._folder)
         self._send_progress()
+        if self._engine.spill is not None:
+            self._engine.spill.close()
         self._channel.send("ended")
         self._channel.flush()
 
@@ -173,6 +177,8 @@ class Worker:
         usage = result.usage
         kind = None if result.error is None else result.error.type
         self._finished.append([loaded.entry, kind, usage.prompt_tokens, usage.completion_tokens])
+        if self._engine.spill is not None:
+            self._spilled.append(self._engine.spill.folder_of(result))
 
     def _tick(self) -> bool:
         """Between two steps: news from the supervisor, a sign of life, and whether to stop."""
@@ -191,6 +197,9 @@ class Worker:
         """Only results that are in the journal are reported: the supervisor never asks for them again."""
         num_written = self._writer.num_written
         finished = [self._finished.popleft() for _ in range(num_written - self._num_reported)]
+        if self._engine.spill is not None:
+            for _ in finished:
+                self._engine.spill.remove(self._spilled.popleft())
         self._num_reported = num_written
         self._channel.send("beat", finished=finished, **asdict(self._engine.counters))
 
@@ -213,7 +222,7 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
     import torch
 
     from longbatch.cache import PAGE_TOKENS, KVCache
-    from longbatch.engine import Engine, EngineLimits, warm_up
+    from longbatch.engine import Engine, EngineLimits, Spill, warm_up
     from longbatch.models import load
 
     settings, budget = job.settings, setup.budget
@@ -230,12 +239,17 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
         max_tokens=settings.max_tokens,
         run_seed=settings.seed,
         row_seconds=settings.row_timeout,
+        chunk_tokens=budget.chunk_tokens,
     )
     tokenizer = job.builder.tokenizer
     named = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     engine = Engine(model, tokenizer, cache, limits, eos_ids=frozenset((*job.spec.eos_ids, *named)))
     if setup.device.on_gpu:
         warm_up(engine)
+    if settings.spill is not None:
+        # Each run has its own folder there, so that runs with equal ids do not meet.
+        run = RunFolder.open(setup.out)
+        engine.spill = Spill(settings.spill / run.run_id, run.identity["model_hash"])
     return engine
 
 
