@@ -16,9 +16,10 @@ import pytest
 from run_folders import results, run, tiny_model, words, write_manifest
 
 from longbatch.config import resolve
-from longbatch.errors import ExitCode, UsageError
+from longbatch.errors import DeviceError, ExitCode, UsageError
 from longbatch.run import make_plan
 from longbatch.run.index import RowIndex
+from longbatch.run.status import read_status
 
 __all__ = ["tiny_model"]
 
@@ -208,3 +209,37 @@ def test_run_without_out(manifest: Path, tiny_model: Path) -> None:
 def test_folder_is_private(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
     run(manifest, tiny_model, tmp_path / "out")
     assert os.stat(tmp_path / "out").st_mode & 0o777 == 0o700
+
+
+def test_document_that_comes_later_is_read(tmp_path: Path, tiny_model: Path) -> None:
+    """A missing file is an error row; when it is there the next run answers the row, and repeats no other."""
+    rows = [{"id": "late", "prompt": words(3), "document_path": "late.txt"}, {"id": "good", "prompt": words(5, 1)}]
+    manifest, out = write_manifest(tmp_path / "manifest.jsonl", rows), tmp_path / "out"
+    assert run(manifest, tiny_model, out) is ExitCode.FAILED_ROWS
+    first = results(out)
+    assert first[0]["error"]["type"] == "file_missing"
+    (tmp_path / "late.txt").write_text(words(20, 2))
+    assert run(manifest, tiny_model, out) is ExitCode.OK
+    second = results(out)
+    assert [row["status"] for row in second] == ["ok", "ok"]
+    assert second[0]["usage"]["prompt_tokens"] > 20
+    assert second[1] == first[1]
+
+
+def test_changed_row_needs_update_once_it_is_answered(tmp_path: Path, tiny_model: Path) -> None:
+    rows = [{"id": "a", "prompt": words(3)}, {"id": "b", "prompt": words(3), "temperature": -1}]
+    manifest, out = write_manifest(tmp_path / "manifest.jsonl", rows), tmp_path / "out"
+    run(manifest, tiny_model, out)
+    write_manifest(manifest, [rows[0], {"id": "b", "prompt": words(4)}])
+    assert run(manifest, tiny_model, out) is ExitCode.OK
+    write_manifest(manifest, [{"id": "a", "prompt": words(9)}, {"id": "b", "prompt": words(4)}])
+    with pytest.raises(UsageError, match="1 rows changed since they were answered, the first is row 0"):
+        run(manifest, tiny_model, out)
+    assert run(manifest, tiny_model, out, update=True) is ExitCode.OK
+    assert results(out)[0]["usage"]["prompt_tokens"] == 9
+
+
+def test_error_before_the_work_shows_in_the_status(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
+    with pytest.raises(DeviceError):
+        run(manifest, tiny_model, tmp_path / "out", kv_tokens=1 << 40)
+    assert read_status(tmp_path / "out").state == "failed"

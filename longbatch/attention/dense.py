@@ -24,13 +24,15 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    block: int | None = None,
 ) -> Tensor:
     """Causal attention of queries [n, H, D] at positions piece.start..piece.stop-1: [n, H, D].
 
-    window: keys each query sees, itself included. sinks: logits [H] that join each softmax's denominator.
+    window: keys each query sees, itself included. sinks: logits [H] that join each softmax's denominator. block: keys
+    are summed up in blocks of so many positions, whatever extents they lie in; None: extent by extent.
     """
     if softcap is None and (window is None or piece.stop <= window):
-        return with_sinks(_causal(q, piece, read, scale), sinks)
+        return with_sinks(_causal(q, piece, read, scale, block), sinks)
     rows = piece.stop - piece.start if window is None else min(max(256, window), 1024)
     outs = []
     for start in range(piece.start, piece.stop, rows):
@@ -47,14 +49,16 @@ def attend(
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _causal(q: Tensor, piece: Piece, read: ReadKeys, scale: float) -> State:
-    """Whole earlier extents without a mask, then the triangle of the piece's own keys."""
+def _causal(q: Tensor, piece: Piece, read: ReadKeys, scale: float, block: int | None) -> State:
+    """Whole earlier keys without a mask, then the triangle of the piece's own keys."""
     states = []
     for extent in piece.segment.extents:
-        stop = min(extent.stop, piece.start)
-        if extent.start < stop:
-            k, v = read(extent, extent.start, stop)
+        low, stop = extent.start, min(extent.stop, piece.start)
+        while low < stop:
+            high = stop if block is None else min(stop, (low // block + 1) * block)
+            k, v = read(extent, low, high)
             states.append(partial(q, k, v, scale=scale))
+            low = high
     own = piece.segment.extents[-1]
     k, v = read(own, piece.start, piece.stop)
     states.append(partial(q, k, v, scale=scale, causal=True))

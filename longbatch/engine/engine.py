@@ -248,7 +248,8 @@ class Engine:
 
     def _prefill(self, sequences: list[Sequence]) -> list[Result]:
         begin = time.monotonic()
-        families = list(families_of(sequences, self.model, self.cache.pool))
+        tile_rows = min(sequence.shape.tile_rows for sequence in sequences)
+        families = list(families_of(sequences, self.model, self.cache.pool, tile_rows))
         resumed = self._run_steps(families, sequences)
         readers: dict[int, list[Reader]] = {}
         for family in families:

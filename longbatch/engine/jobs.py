@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,11 +80,16 @@ def _num_pages(sequence: Sequence) -> int:
     return trunk // PAGE_TOKENS + tails
 
 
-def families_of(sequences: list[Sequence], model: Decoder, pool: PagePool) -> Iterator[Family[Owner]]:
-    """The token sequences to run: beginnings that rows share are taken once."""
+def families_of(sequences: list[Sequence], model: Decoder, pool: PagePool, tile_rows: int) -> Iterator[Family[Owner]]:
+    """The token sequences to run: beginnings that rows share are taken once.
+
+    In float32 whole tiles are shared, so that a row's attention is summed up in the same pieces as when it is alone,
+    and gives the same bits.
+    """
+    unit = math.lcm(PAGE_TOKENS, tile_rows) if model.dtype == torch.float32 else PAGE_TOKENS
     # Where frequencies depend on a row's length, equal tokens do not have equal keys.
     shareable = not any(rope.needs_lengths for rope in model.ropes)
-    for trunk, rows in group(sequences) if shareable else [(0, sequences)]:
+    for trunk, rows in group(sequences, unit) if shareable else [(0, sequences)]:
         if trunk:
             yield shared_family(rows, trunk, pool)
         else:

@@ -47,7 +47,7 @@ def _run_layer(layer: Layer, index: int, x: Tensor, ropes: RopeTable, cache: KVC
     if len(step.tiles) == 1:
         q, k, v = layer.qkv(layer.norm(x), ropes.of(layer))
         _store(cache, index, step, k, v)
-        attention = _attend_tile(layer, index, q, k, v, cache, step.tiles[0])
+        attention = _attend_tile(layer, index, q, k, v, cache, step, step.tiles[0])
         layer.mlp(layer.out(x, attention))
         return
     k, v = _keys_and_values(layer, x, ropes, step)
@@ -57,7 +57,7 @@ def _run_layer(layer: Layer, index: int, x: Tensor, ropes: RopeTable, cache: KVC
         assert rows is not None
         part = x[rows]
         q = layer.q(layer.norm(part), ropes.of(layer, rows))
-        attention = _attend_tile(layer, index, q, k, v, cache, tile)
+        attention = _attend_tile(layer, index, q, k, v, cache, step, tile)
         layer.mlp(layer.out(part, attention))
 
 
@@ -73,7 +73,7 @@ def _run_last(layer: Layer, index: int, x: Tensor, ropes: RopeTable, cache: KVCa
             rows = torch.cat([torch.arange(p.rows.start, p.rows.stop, device=x.device) for p in tile.pieces])
         part = x[rows]
         q = layer.q(layer.norm(part), ropes.of(layer, rows))
-        attention = _attend_tile(layer, index, q, k, v, cache, tile)
+        attention = _attend_tile(layer, index, q, k, v, cache, step, tile)
         outs.append(layer.mlp(layer.out(part, attention)))
     return torch.cat(outs)
 
@@ -95,8 +95,14 @@ def _store(cache: KVCache, index: int, step: Step, k: Tensor, v: Tensor) -> None
         cache.write(index, step.slots, k if rows is None else k[rows], v if rows is None else v[rows])
 
 
-def _attend_tile(layer: Layer, index: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, tile: Tile) -> Tensor:
-    """Attention of a tile's queries [n, H, D], piece by piece."""
+def _attend_tile(
+    layer: Layer, index: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, step: Step, tile: Tile
+) -> Tensor:
+    """Attention of a tile's queries [n, H, D], piece by piece.
+
+    In float32 keys are summed up tile by tile, so that chunks and shared beginnings, which end at tiles, change no bit.
+    """
+    block = step.tile_rows if q.dtype == torch.float32 else None
 
     def read(extent: Extent, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if extent.base is None:
@@ -118,6 +124,7 @@ def _attend_tile(layer: Layer, index: int, q: Tensor, k: Tensor, v: Tensor, cach
                 window=spec.window,
                 softcap=spec.softcap,
                 sinks=layer.sinks,
+                block=block,
             )
         )
         low = high

@@ -1,7 +1,7 @@
 """Rows of one prefill that begin alike: their common beginning is prefilled once and its pages are shared.
 
-Exact: a trunk's K/V are the same numbers whichever row computes them. Only whole pages are shared, and never the
-last token of a row, whose hidden state the row itself must compute.
+Exact: a trunk's K/V are the same numbers whichever row computes them. Only whole units of tokens are shared, at least
+pages, and never the last token of a row, whose hidden state the row itself must compute.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from longbatch.engine.sequence import Sequence
 Group = tuple[int, list[Sequence]]
 
 
-def group(sequences: list[Sequence]) -> list[Group]:
-    """(tokens of the trunk, rows) for rows that generate and share at least one page of tokens; the rest alone with
-    a trunk of 0.
+def group(sequences: list[Sequence], unit: int = PAGE_TOKENS) -> list[Group]:
+    """(tokens of the trunk, rows) for rows that generate and share at least one unit of tokens; the rest alone with
+    a trunk of 0. unit: a multiple of PAGE_TOKENS.
 
     A trunk is one level deep. Where rows share a little and some of them much more (one system prompt, several
     documents, several questions each), the cut that saves more tokens is taken.
     """
-    return [found for rows in _by_page(sequences, 0) for found in _cut(rows)]
+    return [found for rows in _by_unit(sequences, 0, unit) for found in _cut(rows, unit)]
 
 
-def _cut(rows: list[Sequence]) -> list[Group]:
-    """One trunk for rows that share a page, or the trunks of the parts that share more."""
+def _cut(rows: list[Sequence], unit: int) -> list[Group]:
+    """One trunk for rows that share a unit, or the trunks of the parts that share more."""
     if len(rows) == 1:
         return [(0, rows)]
-    trunk = _common(rows)
-    finer = [found for part in _by_page(rows, trunk) for found in _cut(part)]
+    trunk = _common(rows, unit)
+    finer = [found for part in _by_unit(rows, trunk, unit) for found in _cut(part, unit)]
     return finer if _saved(finer) > _saved([(trunk, rows)]) else [(trunk, rows)]
 
 
@@ -38,22 +38,22 @@ def _saved(groups: list[Group]) -> int:
     return sum(trunk * (len(rows) - 1) for trunk, rows in groups)
 
 
-def _by_page(rows: list[Sequence], start: int) -> list[list[Sequence]]:
-    """Rows by their tokens of one page, in the order of their first rows; a row that cannot share it alone."""
+def _by_unit(rows: list[Sequence], start: int, unit: int) -> list[list[Sequence]]:
+    """Rows by their tokens of one unit, in the order of their first rows; a row that cannot share it alone."""
     found: dict[object, list[Sequence]] = {}
     for row in rows:
         ids = row.prompt.ids
-        shareable = row.request.task.decodes and len(ids) > start + PAGE_TOKENS
-        found.setdefault(ids[start : start + PAGE_TOKENS].tobytes() if shareable else id(row), []).append(row)
+        shareable = row.request.task.decodes and len(ids) > start + unit
+        found.setdefault(ids[start : start + unit].tobytes() if shareable else id(row), []).append(row)
     return list(found.values())
 
 
-def _common(rows: list[Sequence]) -> int:
-    """Tokens of the longest shared beginning, in whole pages, that leaves each row at least one token."""
+def _common(rows: list[Sequence], unit: int) -> int:
+    """Tokens of the longest shared beginning, in whole units, that leaves each row at least one token."""
     first = rows[0].prompt.ids
     length = min(len(row.prompt.ids) for row in rows) - 1
     for row in rows[1:]:
         differing = np.flatnonzero(row.prompt.ids[:length] != first[:length])
         if len(differing):
             length = int(differing[0])
-    return length // PAGE_TOKENS * PAGE_TOKENS
+    return length // unit * unit

@@ -18,7 +18,7 @@ _CPU_RESERVE_BYTES = GIB
 _CPU_RESERVE_SHARE = 0.25
 # Tokens whose Q, attention output and MLP exist at the same time.
 _GPU_TILE_TOKENS = 8192
-_CPU_TILE_TOKENS = 1024
+_CPU_TILE_TOKENS = 512
 # Logits are float32 and made in tiles of about this size, with as much again for their log-softmax.
 _LOGIT_BYTES = GIB // 4
 # A wave this long keeps every matrix product at full speed; more would only take pages from the cache.

@@ -64,10 +64,15 @@ class Deadline:
         left = self.seconds_left()
         return left is None or seconds <= left - self.grace
 
+    @property
+    def is_slurm(self) -> bool:
+        """Whether the job's limit comes first."""
+        job_end = self._slurm_end()
+        return job_end is not None and (self.own_end is None or job_end < self.own_end)
+
     def describe(self) -> str:
         """Whose end it is, for a message."""
-        job_end = self._slurm_end()
-        if job_end is not None and (self.own_end is None or job_end < self.own_end):
+        if self.is_slurm:
             return f"the time limit of Slurm job {self.job}"
         return "--max-time" if self.own_end is not None else "no deadline"
 

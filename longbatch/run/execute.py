@@ -35,6 +35,7 @@ from longbatch.run.supervisor import ENGINE, Supervisor, newest_attempt
 
 # A job that is requeued this often without an end has another problem than time.
 MOST_REQUEUES = 100
+OWNER_SECONDS = 60.0
 _log = logging.getLogger("longbatch")
 
 
@@ -51,9 +52,9 @@ def execute(settings: Settings, sources: list[str], *, engine: str = ENGINE) -> 
     folder = RunFolder.create_or_open(settings.out, job.identity(), job.info())
     run = Run(job, folder, shard, say)
     try:
-        with Owner.acquire(folder.work, run.name), _log_to(folder), StopRequest() as stop:
+        with Owner.acquire(folder.work, run.name) as owner, _log_to(folder), StopRequest() as stop:
             save_command(folder.work, settings, sources)
-            code, summary = run.go(engine, stop)
+            code, summary = run.go(engine, stop, owner)
     except RunningError as error:
         if not settings.skip_if_running:
             raise
@@ -62,8 +63,7 @@ def execute(settings: Settings, sources: list[str], *, engine: str = ENGINE) -> 
     except LongbatchError as error:
         _after(settings, folder, error.exit_code, {}, say)
         if isinstance(error, InterruptedRun) and slurm.job_id(os.environ) is not None:
-            # Few sites requeue by exit code. Slurm ends this process when it does.
-            say(slurm.requeue(os.environ, num_finished=run.num_rows, most=MOST_REQUEUES) or "requeued")
+            _back_into_the_queue(run, error, say)
         raise
     _after(settings, folder, code, summary, say)
     return code
@@ -79,8 +79,22 @@ def _after(
             say(f"warning: {problem}")
 
 
+def _back_into_the_queue(run: Run, error: InterruptedRun, say: Callable[[str], None]) -> None:
+    """A Slurm job that was cut short continues by itself, as long as it gets on. Slurm ends this process then."""
+    if run.num_rows == 0 and slurm.restart_count(os.environ):
+        # Sites that requeue by exit code would do so for ever.
+        hint = "give the job more time, or see the log for what keeps it from finishing a row"
+        raise LongbatchError(f"{error.message}, and no row was finished since the last start", hint=hint) from error
+    if run.comes_back:
+        # Few sites requeue by exit code.
+        say(slurm.requeue(os.environ, num_finished=run.num_rows, most=MOST_REQUEUES) or "requeued")
+
+
 class Run:
-    """One process's part in a run: all of it, or one shard."""
+    """One process's part in a run: all of it, or one shard.
+
+    num_rows: results of this process. comes_back: whether it was cut short by something that wants it to go on later.
+    """
 
     def __init__(self, job: Job, folder: RunFolder, shard: Shard | None, say: Callable[[str], None]) -> None:
         self._job = job
@@ -89,18 +103,31 @@ class Run:
         self._say = say
         self.name = shard.name if shard else "run"
         self.num_rows = 0
+        self.comes_back = False
         self._prefix = f"{shard.name}-" if shard else ""
         self._stop = StopRequest()
+        self._current: tuple[Supervisor | None, Remaining | None] = (None, None)
+        self._owner: Owner | None = None
+        self._owned_at = time.monotonic()
         self._status = StatusFile(folder.work, self.name)
         self._known_stop = last_stop(folder.work)
         self._deadline = Deadline.find(job.settings.max_time, job.settings.grace, os.environ)
         self._started = time.time()
         self._why = ""
 
-    def go(self, engine: str, stop: StopRequest) -> tuple[ExitCode, dict[str, object]]:
+    def go(self, engine: str, stop: StopRequest, owner: Owner) -> tuple[ExitCode, dict[str, object]]:
         """Everything from what a dead process left to the merged results: exit code and summary."""
-        self._stop = stop
+        self._stop, self._owner = stop, owner
         self._write_status("planning")
+        try:
+            return self._go(engine)
+        except InterruptedRun:
+            raise
+        except LongbatchError as error:
+            self._write_status("failed", *self._current, code=error.exit_code)
+            raise
+
+    def _go(self, engine: str) -> tuple[ExitCode, dict[str, object]]:
         self._recover()
         index = get_index(self._job, self._folder)
         book = StrikeBook(self._folder.work, self.name)
@@ -192,6 +219,7 @@ class Run:
 
     def _supervise(self, supervisor: Supervisor, left: Remaining) -> None:
         settings, totals = self._job.settings, left.plan.totals
+        self._current = supervisor, left
         num_done, num_failed = left.num_finished + len(left.failed), left.num_failed + len(left.failed)
         progress = Progress(len(left.share), totals.prompt_tokens, settings.progress, quiet=settings.quiet)
         progress.start(num_done, num_failed)
@@ -205,9 +233,6 @@ class Run:
 
         try:
             supervisor.run(watch, self._deadline.allows)
-        except LongbatchError:
-            self._write_status("failed", supervisor, left)
-            raise
         finally:
             progress.finish()
 
@@ -219,14 +244,24 @@ class Run:
         hours = supervisor.device_seconds / 3600
         limit = self._job.settings.max_gpu_hours
         if self._stop.requested:
-            self._why = "stopped by a signal"
+            self._why, self.comes_back = "stopped by a signal", True
+        elif not self._is_owner():
+            self._why = "stopped: another process took over this run while this one was silent"
         elif stop_requested(self._folder.work, self._known_stop):
             self._why = "stopped by `longbatch stop`"
         elif left is not None and left <= self._job.settings.grace:
-            self._why = f"stopped before {self._deadline.describe()}"
+            self._why, self.comes_back = f"stopped before {self._deadline.describe()}", self._deadline.is_slurm
         elif limit is not None and hours >= limit:
             self._why = f"stopped after {hours:.2f} GPU hours"
         return bool(self._why)
+
+    def _is_owner(self) -> bool:
+        """Looked up about once a minute: a process that was frozen for long may have been replaced."""
+        now = time.monotonic()
+        if self._owner is None or now - self._owned_at < OWNER_SECONDS:
+            return True
+        self._owned_at = now
+        return self._owner.still_holds()
 
     def _write_status(
         self, state: str, supervisor: Supervisor | None = None, left: Remaining | None = None, code: int | None = None

@@ -15,6 +15,7 @@ from longbatch.output import MergeSummary, RunFolder, merge, recover
 from longbatch.report.units import count_text, rate_text, seconds_text
 from longbatch.run.index import RowIndex
 from longbatch.run.job import SPOOL
+from longbatch.run.owner import find_holders
 from longbatch.run.planning import index_path
 from longbatch.run.supervisor import Tally
 
@@ -65,7 +66,9 @@ def exit_code(settings: Settings, summary: MergeSummary) -> ExitCode:
 def merge_folder(out: Path, *, partial: bool) -> ExitCode:
     """`longbatch merge`: by the index that the run stored. Raises UsageError, InterruptedRun, DiskError."""
     folder = RunFolder.open(out)
-    recover(folder)
+    if not any(holder.is_alive(folder.work) for holder in find_holders(folder.work)):
+        # The journals of a run that is under way belong to its workers.
+        recover(folder)
     index = RowIndex.load(index_path(folder), None)
     if index is None:
         raise InterruptedRun(

@@ -124,6 +124,23 @@ class RowIndex:
         blocks.append(np.array(pending, dtype=_DTYPE))
         return cls(keys, np.concatenate(blocks), errors, identity)
 
+    def look_again(self, manifest: Manifest, builder: PromptBuilder) -> bool:
+        """Read the rows again whose error may have passed, such as a file that was missing; whether any changed."""
+        changed = False
+        for entry in [entry for entry, error in self.errors.items() if error.retryable]:
+            row, sample = int(self.keys.rows[entry]), int(self.keys.samples[entry])
+            answers = manifest.read(self.location(entry), row)
+            answer = answers[sample] if sample < len(answers) else answers[0]
+            size = answer.error if isinstance(answer, Fault) else builder.sizes([answer])[0]
+            if isinstance(size, RowError):
+                continue
+            del self.errors[entry]
+            for name in ("prompt", "generated", "branch_tokens"):
+                self.entries[name][entry] = getattr(size, name)
+            self.keys.answers[entry] = KeyTable.of([answer]).answers[0]
+            changed = True
+        return changed
+
     def save(self, path: Path) -> None:
         """Write the index as one Parquet file, replacing an older one in one step. Raises DiskError."""
         facts = {

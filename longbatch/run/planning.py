@@ -14,6 +14,7 @@ from longbatch.config import Settings
 from longbatch.device import Rates
 from longbatch.errors import UsageError
 from longbatch.output import Done, RowState, RunFolder, scan
+from longbatch.output.keys import key_part
 from longbatch.plan import CostModel, Plan
 from longbatch.plan import make_plan as pack
 from longbatch.report.plan_view import PlanView, Refusals
@@ -59,7 +60,9 @@ def get_index(job: Job, folder: RunFolder | None) -> RowIndex:
     (`--only`) is never stored."""
     identity = index_identity(job)
     stored = RowIndex.load(index_path(folder), identity) if folder is not None else None
-    if stored is not None:
+    if stored is not None and folder is not None:
+        if stored.look_again(job.manifest, job.builder):
+            stored.save(index_path(folder))
         return stored
     index = RowIndex.build(job.manifest, job.builder, identity)
     if folder is not None and job.settings.only is None:
@@ -78,7 +81,7 @@ def remaining(job: Job, index: RowIndex, done: Done | None, marks: RetryMarks | 
         places, states = done.find(index.keys.answers)
         attempts[places >= 0] = done.attempts[places[places >= 0]]
     if not job.settings.update:
-        _refuse_changes(index, states)
+        _refuse_changes(index, states, done)
     finished = (states == RowState.OK) | (states == RowState.FAILED)
     if job.settings.only is not None:
         finished[:] = False
@@ -101,8 +104,13 @@ def remaining(job: Job, index: RowIndex, done: Done | None, marks: RetryMarks | 
     return Remaining(index, plan, sorted(failed), attempts, np.flatnonzero(share), num_finished, num_failed)
 
 
-def _refuse_changes(index: RowIndex, states: np.ndarray) -> None:
+def _refuse_changes(index: RowIndex, states: np.ndarray, done: Done | None) -> None:
+    """A row may change freely until it is answered; an error row is no answer."""
+    if done is None:
+        return
+    answered = key_part(done.answers[done.states == RowState.OK])
     changed = np.flatnonzero(states == RowState.CHANGED)
+    changed = changed[np.isin(key_part(index.keys.answers[changed]), answered)]
     if len(changed):
         first = int(index.keys.rows[changed[0]])
         raise UsageError(
