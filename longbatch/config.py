@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from longbatch.errors import UsageError
+from longbatch.folders import user_file
 
 PREFIX = "LONGBATCH_"
 # Environment variables with our prefix that are no settings: each is read where its comment says.
 OTHER_VARIABLES = frozenset(
     {
-        "LONGBATCH_CACHE_DIR",  # cache_folder()
+        "LONGBATCH_CACHE_DIR",  # folders.cache_folder()
         "LONGBATCH_CONFIG",  # resolve(): the same as --config
         "LONGBATCH_EXIT_CODE",  # told to the --on-finish command, which may call longbatch
         "LONGBATCH_SUMMARY",  # likewise
@@ -268,29 +269,6 @@ def resolve(
     for name in _HINTS:
         origins.setdefault(name, "default")
     return Resolved(Settings(**values), origins)
-
-
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Where converted models and measured rates are kept: LONGBATCH_CACHE_DIR, else under XDG_CACHE_HOME, else
-    `~/.cache/longbatch`. The folder need not exist."""
-    environ = os.environ if environ is None else environ
-    if environ.get("LONGBATCH_CACHE_DIR"):
-        return Path(environ["LONGBATCH_CACHE_DIR"])
-    return _user_folder(environ, "XDG_CACHE_HOME", ".cache")
-
-
-def user_file(environ: Mapping[str, str] | None = None) -> Path:
-    """The user's settings file; it need not exist."""
-    environ = os.environ if environ is None else environ
-    return _user_folder(environ, "XDG_CONFIG_HOME", ".config") / "config.toml"
-
-
-def _user_folder(environ: Mapping[str, str], variable: str, fallback: str) -> Path:
-    if environ.get(variable):
-        return Path(environ[variable]) / "longbatch"
-    # Under cron HOME may be missing; expanduser then asks the password database, and may find nothing.
-    home = environ.get("HOME") or os.path.expanduser("~")
-    return Path(home) / fallback / "longbatch"
 
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

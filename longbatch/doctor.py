@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from longbatch import device
-from longbatch.config import Settings, cache_folder
+from longbatch.config import Settings
 from longbatch.errors import DeviceError, ExitCode
+from longbatch.folders import cache_folder
 
 VERSIONS = ("torch", "triton", "numpy", "pyarrow", "tokenizers", "safetensors", "huggingface_hub", "transformers")
 GIBIBYTE = 1 << 30

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from longbatch.config import Settings, cache_folder, flag_name, help_text, resolve, user_file
+from longbatch.config import Settings, flag_name, help_text, resolve
 from longbatch.errors import UsageError
+from longbatch.folders import cache_folder, user_file
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ ORDER = (
     ("output",),
     ("config",),
     ("core",),
-    ("device", "trace", "sandbox", "privacy"),
+    ("device", "folders", "sandbox", "privacy"),
     ("errors",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
@@ -53,7 +53,7 @@ TORCH_FREE = (
     "config",
     "core",
     "device",
-    "trace",
+    "folders",
     "sandbox",
     "privacy",
     "errors",
@@ -115,7 +115,7 @@ def test_imports_run_one_way() -> None:
         ("config.py", "import longbatch.manifest.rows"),
         ("media/pool.py", "def f():\n    from longbatch import manifest"),
         ("output/parts.py", "from ..manifest import rows"),
-        ("trace.py", "from . import device"),
+        ("sandbox.py", "from . import device"),
         ("plan/cost.py", "import typing\nif typing.TYPE_CHECKING:\n    from longbatch.engine import Engine"),
     ],
 )

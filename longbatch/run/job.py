@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from longbatch import __version__
-from longbatch.config import Settings, cache_folder
+from longbatch.config import Settings
 from longbatch.core import Sampling
 from longbatch.device import DeviceInfo, Rates, survey
 from longbatch.errors import UsageError
+from longbatch.folders import cache_folder
 from longbatch.manifest import Manifest, ManifestOptions
 from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.plan import Budget, CostModel, budget

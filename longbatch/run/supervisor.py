@@ -6,18 +6,12 @@ It imports no torch, so that whatever the engine does to its process the rest of
 from __future__ import annotations
 
 import logging
-import os
-import re
 import select
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,15 +21,15 @@ from longbatch.core import Result
 from longbatch.device import DeviceInfo
 from longbatch.errors import AbortError, DeviceError, DiskError, ExitCode, LongbatchError, RowError
 from longbatch.output import ResultWriter, RunFolder, recover
-from longbatch.output.files import disk_errors
 from longbatch.output.parquet import READ_ERRORS, open_checked
-from longbatch.run.channel import Channel, Message
+from longbatch.run.channel import Message
 from longbatch.run.dispatch import Assignment, Dispatcher, Verdict
 from longbatch.run.failures import Failures
 from longbatch.run.feed import read_entry
 from longbatch.run.inflight import INTERRUPTED, Strike, StrikeBook, clear_begun
 from longbatch.run.job import Job, WorkerSetup
 from longbatch.run.planning import Remaining
+from longbatch.run.process import WorkerProcess, newest_attempt
 
 ENGINE = "longbatch.run.worker:load_engine"
 POLL_SECONDS = 0.2
@@ -55,25 +49,6 @@ MOST_BLAMED_DEATHS = 10
 MOST_INTERRUPTIONS = 2
 COUNTERS = ("prefill_tokens", "decode_tokens", "prefill_seconds", "decode_seconds")
 _log = logging.getLogger("longbatch")
-
-
-@dataclass(slots=True)
-class WorkerProcess:
-    """One worker as the supervisor sees it. beat: when it last gave a sign of life. Counters as it reported them."""
-
-    name: str
-    rank: int
-    attempt: int
-    device: DeviceInfo
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    log: IO[bytes]
-    beat: float
-    state: str = "starting"
-    wave_seconds: float = 0.0
-    alone: bool = False
-    stuck: bool = False
-    counters: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -187,7 +162,7 @@ class Supervisor:
                 self.tally.ready_at, self.tally.startup_seconds = time.time(), worker.beat - self._begin
         elif kind == "begin":
             assignment = self.dispatcher.begin(worker.name)
-            worker.state, worker.wave_seconds, worker.alone = "working", assignment.seconds, assignment.alone
+            worker.state, worker.wave_seconds = "working", assignment.seconds
         elif kind == "beat":
             for entry, error, prompt, generated in message["finished"]:
                 self._finish(worker, entry, error, prompt, generated)
@@ -270,25 +245,9 @@ class Supervisor:
             engine=self._engine,
             started=self.started,
         )
-        with disk_errors("write a log in", self._folder.logs):
-            log = (self._folder.logs / f"worker-{name}-{attempt}.log").open("ab")
-        ours, theirs = socket.socketpair()
-        package = Path(__file__).resolve().parents[2]
-        paths = [str(package), str(package / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "longbatch.run.worker", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,
-        )
-        theirs.close()
-        channel = Channel(ours)
-        channel.send("setup", setup=setup.as_json())
-        self.workers.append(WorkerProcess(name, rank, attempt, device, process, channel, log, time.monotonic()))
-        _log.info("worker %s attempt %d started, pid %d", name, attempt, process.pid)
+        worker = WorkerProcess.start(setup, self._folder.logs)
+        self.workers.append(worker)
+        _log.info("worker %s attempt %d started, pid %d", name, attempt, worker.process.pid)
 
     def _check_processes(self, fits: Callable[[float], bool]) -> None:
         """Bury the dead, replace them where there is work, and end those that are stuck."""
@@ -411,15 +370,6 @@ class Supervisor:
                 writer.append(result)
                 self.tally.rows, self.tally.failed = self.tally.rows + 1, self.tally.failed + 1
                 self.failures.add(reason)
-
-
-def newest_attempt(folder: RunFolder, worker: str) -> int:
-    """How often a worker of this name has been started in a run folder."""
-    names = [path.name for path in folder.parts.glob(f"part-{worker}-*")]
-    names += [f"part-{worker}-{path.name.removeprefix('journal-')}" for path in folder.worker(worker).glob("journal-*")]
-    logs = [path.name for path in folder.logs.glob(f"worker-{worker}-*.log")]
-    pattern = re.compile(rf"(?:part|worker)-{re.escape(worker)}-(\d+)[-.]")
-    return max((int(match[1]) for name in names + logs if (match := pattern.match(name))), default=0)
 
 
 def _refusal(message: Message) -> LongbatchError:
