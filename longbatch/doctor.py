@@ -34,7 +34,7 @@ PARTS = (
     ("tokenizers without tokenizer.json", "transformers", "pip install 'longbatch[hub]'"),
     ("fast downloads from the hub", "hf_xet", "pip install 'longbatch[hub]'"),
     ("PDF documents", "pypdf", "pip install 'longbatch[documents]'"),
-    ("pictures in reports", "matplotlib", "pip install 'longbatch[report]'"),
+    ("results in a data frame", "pandas", "pip install 'longbatch[report]'"),
     ("sound", "soundfile", "pip install soundfile"),
     ("pictures", "PIL", "pip install pillow"),
 )

@@ -1,4 +1,4 @@
-"""Text of documents: plain text, Markdown, and the visible text of HTML."""
+"""Text of documents: plain text, Markdown, the visible text of HTML, and of PDF where pypdf is installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from longbatch.core import MediaRef
 from longbatch.errors import RowError
 from longbatch.media.html_text import declared_encoding, html_text
+from longbatch.media.pdf_text import pdf_text
 
 _HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 _HTML_START = re.compile(r"\s*(?:<!--.*?-->\s*)?<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 
 # First bytes of formats that are often taken for text -> what turns them into text.
 _CONVERTERS = {
-    b"%PDF-": "a PDF file; convert it first: pdftotext FILE.pdf FILE.txt",
     b"PK\x03\x04": "a zip file (docx, odt, epub?); convert it first: pandoc FILE -t plain -o FILE.txt",
     b"\xd0\xcf\x11\xe0": "an old Office file; convert it first: soffice --convert-to txt FILE",
     b"\x1f\x8b": "a gzip file; decompress it first: gunzip FILE",
@@ -52,6 +52,8 @@ def load_document(ref: MediaRef, root: Path | None, max_bytes: int) -> str:
     else:
         raise ValueError("a MediaRef has a path or data")
 
+    if data.startswith(b"%PDF-"):
+        return pdf_text(data, ref.field)
     for magic, what in _CONVERTERS.items():
         if data.startswith(magic):
             raise RowError("unsupported_media", f"the document is {what}", field=ref.field)
