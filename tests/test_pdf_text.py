@@ -31,7 +31,8 @@ def make_pdf(pages: list[str]) -> bytes:
         content += f"{number} 0 obj\n{item}\nendobj\n"
     table = "".join(f"{place:010} 00000 n \n" for place in places)
     head = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
-    return f"{content}{head}trailer << /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(content)}\n%%EOF\n".encode()
+    tail = f"trailer << /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(content)}\n%%EOF\n"
+    return f"{content}{head}{tail}".encode()
 
 
 def load(data: bytes) -> str:

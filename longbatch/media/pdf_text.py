@@ -12,16 +12,15 @@ from longbatch.sandbox import SandboxError, run_limited
 _SECONDS = 120.0
 _MEMORY_BYTES = 2 << 30
 _LARGEST_TEXT = 256 << 20
+_CONVERT = "convert it first: pdftotext FILE.pdf FILE.txt"
 
 
 def pdf_text(data: bytes, field: str) -> str:
     """The text of all pages, a form feed between them. Raises RowError: unsupported_media without pypdf, and
     undecodable_text for a file that cannot be read, or not in time, or holds no text."""
     if importlib.util.find_spec("pypdf") is None:
-        mend = "pip install 'longbatch[documents]', or convert it first: pdftotext FILE.pdf FILE.txt"
-        raise RowError(
-            "unsupported_media", f"the document is a PDF file, and pypdf is not installed: {mend}", field=field
-        )
+        message = f"the document is a PDF file; pip install 'longbatch[documents]', or {_CONVERT}"
+        raise RowError("unsupported_media", message, field=field)
     with tempfile.TemporaryDirectory(prefix="longbatch-") as folder:
         pdf, text = Path(folder, "document.pdf"), Path(folder, "document.txt")
         pdf.write_bytes(data)
@@ -34,9 +33,7 @@ def pdf_text(data: bytes, field: str) -> str:
                 max_file_bytes=_LARGEST_TEXT,
             )
         except SandboxError as error:
-            message = (
-                f"the PDF file cannot be read ({type(error).__name__}); convert it first: pdftotext FILE.pdf FILE.txt"
-            )
+            message = f"the PDF file cannot be read ({type(error).__name__}); {_CONVERT}"
             raise RowError("undecodable_text", message, field=field) from None
         found = text.read_text(encoding="utf-8")
     if not found.strip("\f\n "):
