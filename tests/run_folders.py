@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 from engine_rows import word_tokenizer
 
-from longbatch.config import resolve
+from longbatch.config import Settings, resolve
 from longbatch.errors import ExitCode
 from longbatch.run import execute
 
@@ -23,9 +23,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
-def make_tiny_model(folder: Path) -> Path:
+def make_tiny_model(folder: Path, case: str = "llama") -> Path:
     """A Llama of 200 words without end tokens, so that answers have the length asked for."""
-    tiny_models.save("llama", folder)
+    tiny_models.save(case, folder)
     word_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
@@ -44,18 +44,15 @@ def write_manifest(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
+def settings_of(model: Path, out: Path, **values: Any) -> Settings:
+    """Settings of a run on the CPU, with 4 tokens an answer."""
+    common = {"model": str(model), "out": out, "gpus": "0", "max_tokens": 4, "progress": "none", "quiet": True}
+    return resolve({**common, **values}, environ={}).settings
+
+
 def run(manifest: Path | str, model: Path, out: Path, **settings: Any) -> ExitCode:
-    """A whole run in this process, on the CPU, with 4 tokens an answer."""
-    values = {
-        "model": str(model),
-        "out": out,
-        "gpus": "0",
-        "max_tokens": 4,
-        "progress": "none",
-        "quiet": True,
-        **settings,
-    }
-    return execute(resolve(values, environ={}).settings, [str(manifest)])
+    """A whole run in this process."""
+    return execute(settings_of(model, out, **settings), [str(manifest)])
 
 
 def results(out: Path) -> list[dict[str, Any]]:

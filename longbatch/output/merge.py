@@ -61,7 +61,7 @@ def merge(folder: RunFolder, expected: KeyTable | int, *, partial: bool = False)
     was recorded. partial: write what there is, without `_SUCCESS.json`. If the same was merged before, nothing
     is written.
 
-    A damaged part is set aside, so that its rows run again. Raises InterruptedRun if an answer is missing
+    A damaged part is set aside, so that its rows run again; a missing one is noted there once they have. Raises InterruptedRun if an answer is missing
     and not `partial`, DiskError.
     """
     damage: list[Damage] = []
@@ -74,6 +74,8 @@ def merge(folder: RunFolder, expected: KeyTable | int, *, partial: bool = False)
         picks, rows, num_missing, num_changed = _choose(done, expected)
         if num_missing and not partial:
             raise InterruptedRun(_incomplete(num_missing, num_changed, damage), hint=_mend(num_changed))
+        if not num_missing:
+            _write_off(folder, damage)
         inputs = _inputs(done, picks, rows)
         known = read_success(folder)
         if known is not None and known.inputs == inputs and num_missing == 0 and _is_whole(folder, known):
@@ -86,6 +88,16 @@ def merge(folder: RunFolder, expected: KeyTable | int, *, partial: bool = False)
         except DamagedPart as error:
             damage.append(error.damage)
             set_aside(folder, error.damage.path)
+
+
+def _write_off(folder: RunFolder, damage: list[Damage]) -> None:
+    """A part that is gone is no damage any more once every answer is there again."""
+    gone = [found.path.name for found in damage if found.path.parent == folder.parts and not found.path.exists()]
+    if gone:
+        with disk_errors("note missing parts in", folder.damaged):
+            folder.damaged.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in gone:
+                (folder.damaged / name).touch()
 
 
 def read_success(folder: RunFolder) -> MergeSummary | None:
