@@ -61,8 +61,8 @@ def merge(folder: RunFolder, expected: KeyTable | int, *, partial: bool = False)
     was recorded. partial: write what there is, without `_SUCCESS.json`. If the same was merged before, nothing
     is written.
 
-    A damaged part is set aside, so that its rows run again; a missing one is noted there once they have. Raises InterruptedRun if an answer is missing
-    and not `partial`, DiskError.
+    A damaged part is set aside, so that its rows run again; a missing one is noted there once they have. Raises
+    InterruptedRun if an answer is missing and not `partial`, DiskError.
     """
     damage: list[Damage] = []
     while True:
