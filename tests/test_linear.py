@@ -9,8 +9,18 @@ from longbatch.models.linear import add_linear, linear, linear_into
 
 
 @pytest.mark.parametrize(("width", "outputs"), [(576, 960), (1536, 576), (64, 200)])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 7, 8, 9, 31, 100])
-def test_rows_do_not_depend_on_their_number(width: int, outputs: int, num_rows: int) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+def test_rows_do_not_depend_on_their_number(width: int, outputs: int, num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for num_rows in [*range(1, 40), 63, 99, 255, 257]:
+            check(width, outputs, num_rows)
+    finally:
+        torch.set_num_threads(before)
+
+
+def check(width: int, outputs: int, num_rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, width, generator=generator)
     weight, bias = torch.randn(outputs, width, generator=generator), torch.randn(outputs, generator=generator)

@@ -116,7 +116,7 @@ def test_a_killed_run_goes_on_inside_the_row(
     assert done.returncode == ExitCode.OK, done.stderr
     found, expected = results(tmp_path / "out"), results(tmp_path / "expected")
     assert [row["text"] for row in found] == [row["text"] for row in expected]
-    assert found[0]["usage"]["cached_tokens"] >= num_kept * 1024
+    assert found[0]["usage"]["cached_tokens"] >= num_kept * 512
     assert found[0]["notes"] == [f"resumed at token {found[0]['usage']['cached_tokens']:,}"]
     assert found[1]["notes"] is None
     assert list(spill.iterdir()) == [], "nothing is left of a finished run"
