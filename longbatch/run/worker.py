@@ -86,7 +86,6 @@ class Worker:
     def __init__(self, setup: WorkerSetup, channel: Channel, messages: list[Message]) -> None:
         begin = time.monotonic()
         self._channel = channel
-        self._waiting: deque[Message] = deque()
         self._coming: deque[tuple[Message, Future[WaveRows]]] = deque()
         self._ending = False
         self._stop_at: float | None = None
