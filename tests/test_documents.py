@@ -255,3 +255,17 @@ def test_time_grows_with_length_only(piece: str) -> None:
     html_text(page)
     html_text(f"<p {page}>")
     assert time.perf_counter() - start < 5, "a quadratic parser takes minutes"
+
+
+@pytest.mark.parametrize("entity", ["&#1;", "&#11;", "&#31;", "&#xfffe;"])
+def test_entities_that_mean_nothing(entity: str) -> None:
+    page = f"<html><td>{entity}</td><p>{entity} text {entity}</p>".encode()
+    assert load_document(by_data(page), None, LIMIT).split() == ["text"]
+
+
+@pytest.mark.parametrize("codec", ["unicode_escape", "raw_unicode_escape", "punycode", "idna"])
+def test_pages_cannot_name_codecs_of_pythons_own(codec: str) -> None:
+    page = f"<html><meta charset={codec}><p>".encode() + b"caf\xe9 \\ud800"
+    text = load_document(by_data(page), None, LIMIT)
+    assert "caf\u00e9" in text
+    text.encode()

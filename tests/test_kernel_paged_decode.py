@@ -66,6 +66,13 @@ def test_does_not_depend_on_neighbours() -> None:
         assert torch.equal(alone[0], together[b])
 
 
+def test_small_workspace_changes_nothing() -> None:
+    q, k, v, table, counts = case([90, 700, 33, 128], 4, 2, 32, torch.float32)
+    whole = paged_decode(q, k, v, table, counts, 700, scale=0.2, split=128, block_n=32)
+    parts = paged_decode(q, k, v, table, counts, 700, scale=0.2, split=128, block_n=32, workspace=4 * 6 * 32 * 3)
+    assert torch.equal(parts, whole)
+
+
 def test_half_precision() -> None:
     q, k, v, table, counts = case([150, 20], 4, 2, 32, torch.float16)
     expected = paged_decode_ref(q.float(), k.float(), v.float(), table, counts, scale=0.2)
@@ -76,8 +83,9 @@ def test_half_precision() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 4096])
-def test_bfloat16_at_real_sizes(dim: int, window: int | None) -> None:
-    q, k, v, table, counts = case([1, 8191, 70_001], 32, 8, dim, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_real_sizes(dim: int, window: int | None, dtype: torch.dtype) -> None:
+    q, k, v, table, counts = case([1, 8191, 70_001], 32, 8, dim, dtype, "cuda")
     expected = paged_decode_ref(q.double(), k.double(), v.double(), table, counts, scale=dim**-0.5, window=window)
     found = paged_decode(q, k, v, table, counts, 70_001, scale=dim**-0.5, window=window)
     assert relative_error(found, expected) < 4e-3

@@ -7,6 +7,8 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from manifest_files import one_fault, one_request, read_all, write_lines
 
@@ -394,3 +396,26 @@ def test_no_message_quotes_the_row(tmp_path: Path) -> None:
     report = validate(Manifest.open([str(write_lines(tmp_path / "m.jsonl", *rows))]))
     assert report.num_failed == len(rows)
     assert secret not in "\n".join(report.render())
+
+
+@pytest.mark.parametrize("depth", [300, 500, 900, 980])
+def test_deep_nesting_around_nan_costs_one_row(tmp_path: Path, depth: int) -> None:
+    deep = b'{"id": "b", "prompt": ' + b"[" * depth + b"NaN" + b"]" * depth + b"}"
+    answers = read_all(write_lines(tmp_path / "m.jsonl", {"prompt": "x"}, deep, {"prompt": "y"}))
+    assert [type(answer) for answer in answers] == [Request, Fault, Request]
+
+
+def test_parquet_values_without_a_python_form(tmp_path: Path) -> None:
+    """A date beyond the year 9999 and an unknown time zone, in a carried column."""
+    table = pa.table(
+        {
+            "prompt": ["x", "y"],
+            "day": pa.array([1, 2**31 - 1], pa.int32()).cast(pa.date32()),
+            "zone": pa.array([None, None], pa.timestamp("us", "No/Where")),
+        }
+    )
+    pq.write_table(table, tmp_path / "m.parquet")
+    first, second = read_all(tmp_path / "m.parquet", keep_columns=("*",))
+    assert isinstance(first, Request)
+    assert isinstance(second, Fault)
+    assert (second.error.type, second.error.field) == ("invalid_value", "day")

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from run_folders import results, run, tiny_model, words, write_manifest
+from run_folders import results, run, settings_of, tiny_model, words, write_manifest
 
 from longbatch.config import resolve
-from longbatch.errors import DeviceError, ExitCode, UsageError
-from longbatch.run import make_plan
+from longbatch.errors import DeviceError, ExitCode, InterruptedRun, RunningError, UsageError
+from longbatch.run import make_plan, merge_folder
 from longbatch.run.index import RowIndex
+from longbatch.run.owner import Owner
 from longbatch.run.status import read_status
 
 __all__ = ["tiny_model"]
@@ -243,3 +244,56 @@ def test_error_before_the_work_shows_in_the_status(tmp_path: Path, manifest: Pat
     with pytest.raises(DeviceError):
         run(manifest, tiny_model, tmp_path / "out", kv_tokens=1 << 40)
     assert read_status(tmp_path / "out").state == "failed"
+
+
+def test_row_that_is_too_long_for_the_limit_is_an_error_row(tmp_path: Path, tiny_model: Path) -> None:
+    """Read alone, without the limit, it would be another row than the one that was refused."""
+    rows = [{"id": "a", "prompt": words(3)}, {"id": "b", "prompt": words(400)}]
+    manifest, out = write_manifest(tmp_path / "manifest.jsonl", rows), tmp_path / "out"
+    assert run(manifest, tiny_model, out, max_row_bytes=1000) is ExitCode.FAILED_ROWS
+    assert [row["error"] and row["error"]["type"] for row in results(out)] == [None, "row_too_large"]
+    assert run(manifest, tiny_model, out) is ExitCode.OK
+    assert [row["id"] for row in results(out)] == ["a", "b"]
+
+
+def test_document_edited_after_it_was_counted(tmp_path: Path, tiny_model: Path) -> None:
+    manifest = write_manifest(tmp_path / "manifest.jsonl", [{"id": "a", "prompt": "w5", "document_path": "d.txt"}])
+    out, document = tmp_path / "out", tmp_path / "d.txt"
+    document.write_text(words(10))
+    make_plan(settings_of(tiny_model, out), [str(manifest)])
+    document.write_text(words(20))
+    assert run(manifest, tiny_model, out) is ExitCode.OK
+    assert results(out)[0]["usage"]["prompt_tokens"] > 20
+    document.write_text(words(30))
+    with pytest.raises(UsageError, match="changed since they were answered"):
+        run(manifest, tiny_model, out)
+    assert run(manifest, tiny_model, out, update=True) is ExitCode.OK
+    assert results(out)[0]["usage"]["prompt_tokens"] > 30
+
+
+def test_media_root_given_later_counts(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "d.txt").write_text(words(10))
+    row = {"id": "a", "prompt": "w5", "document_path": str(tmp_path / "d.txt")}
+    manifest, out = write_manifest(tmp_path / "in" / "manifest.jsonl", [row]), tmp_path / "out"
+    run(manifest, tiny_model, out)
+    assert results(out)[0]["error"]["type"] == "file_refused"
+    run(manifest, tiny_model, out, media_root=tmp_path)
+    assert results(out)[0]["status"] == "ok"
+
+
+def test_told_to_stop_while_counting(tmp_path: Path, tiny_model: Path) -> None:
+    """A time that is over before the rows are counted ends the counting."""
+    rows = [{"id": f"r{i}", "prompt": words(5, i)} for i in range(600)]
+    manifest, out = write_manifest(tmp_path / "manifest.jsonl", rows), tmp_path / "out"
+    with pytest.raises(InterruptedRun, match="stopped before --max-time while the rows were counted"):
+        run(manifest, tiny_model, out, max_time="1s")
+    assert run(manifest, tiny_model, out, limit=5) is ExitCode.OK
+
+
+def test_merge_waits_for_the_run(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
+    out = tmp_path / "out"
+    run(manifest, tiny_model, out)
+    with Owner.acquire(out / "_work", "run"), pytest.raises(RunningError):
+        merge_folder(out)
+    assert merge_folder(out) is ExitCode.FAILED_ROWS

@@ -15,12 +15,16 @@ Shapes: q [B, H, D], k_pool and v_pool [slots, Hkv, D], table int32 [B, pages], 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 PAGE_TOKENS = 64
+# 256 MiB of partial outputs.
+WORKSPACE = 1 << 26
 
 
 def paged_decode_ref(
@@ -182,15 +186,22 @@ def paged_decode(
     sinks: Tensor | None = None,
     split: int = 1024,
     block_n: int = 64,
+    workspace: int = WORKSPACE,
 ) -> Tensor:
     """Launch both kernels. max_length: an upper bound of `lengths`, known on the host. Returns [B, H, D].
 
-    `split` must be the same for every call whose results are compared; a multiple of `block_n`.
+    `split` must be the same for every call whose results are compared; a multiple of `block_n`. workspace: most float32
+    numbers of partial outputs at a time; more sequences than fit run one part after the other.
     """
     num_sequences, num_heads, head_dim = q.shape
     num_kv = k_pool.shape[1]
     group = num_heads // num_kv
     num_splits = triton.cdiv(max_length, split)
+    rows = max(1, workspace // (num_heads * num_splits * head_dim))
+    if num_sequences > rows:
+        parts = [slice(low, low + rows) for low in range(0, num_sequences, rows)]
+        same = partial(paged_decode, scale=scale, window=window, sinks=sinks, split=split, block_n=block_n)
+        return torch.cat([same(q[i], k_pool, v_pool, table[i], lengths[i], max_length) for i in parts])
     block_d = triton.next_power_of_2(head_dim)
     partial_out = torch.empty((num_sequences, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_sequences, num_heads, num_splits), dtype=torch.float32, device=q.device)
@@ -217,7 +228,8 @@ def paged_decode(
         PAGE=PAGE_TOKENS,
         EXACT=q.dtype == torch.float32,
         num_warps=4,
-        num_stages=3,
+        # Wide float32 heads in three stages need more shared memory than chips below sm_90 have.
+        num_stages=2 if q.dtype == torch.float32 and head_dim > 128 else 3,
     )
     paged_decode_merge_kernel[(num_heads, num_sequences)](
         partial_out,

@@ -143,4 +143,6 @@ class _ArrowFile:
 def _row(rows: pa.Table | pa.RecordBatch, row: int) -> Values:
     from longbatch.manifest.tables import row_values
 
+    if row >= rows.num_rows:
+        return Rejected(RowError("unreadable_input", "the row group is damaged; write the file again"), {})
     return row_values(rows.slice(row, 1))[0]

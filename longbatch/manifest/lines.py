@@ -125,8 +125,14 @@ def _reject(kind: str, message: str) -> Rejected:
 
 
 def _holds_nonfinite(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(map(_holds_nonfinite, value.values()))
-    return isinstance(value, list) and any(map(_holds_nonfinite, value))
+    """Without recursion: json takes deeper nesting than Python's own calls."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            return True
+        if isinstance(item, dict):
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
+    return False

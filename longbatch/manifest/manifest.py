@@ -98,6 +98,8 @@ class Manifest:
             return self._read(record, row)
         try:
             where, values = self._access.values(location)
+        except RowError as error:
+            where, values = source.name, Rejected(error, {})
         except OSError as error:
             message = f"the row cannot be read again ({error.strerror or type(error).__name__})"
             where, values = source.name, Rejected(RowError("unreadable_input", message), {})

@@ -18,6 +18,8 @@ from longbatch.manifest.sources import Source
 # Decoded bytes held at a time: a table of books has fewer rows in a batch than one of tweets.
 BATCH_BYTES = 16 << 20
 _MOST_BATCH_ROWS = 4096
+# What pyarrow raises for a value that has no Python form.
+_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
 
 
 class ParquetTable:
@@ -94,8 +96,11 @@ class ParquetTable:
         return self._starts[group]
 
     def read_group(self, group: int) -> pa.Table:
-        """A whole row group, decoded."""
-        return self._file.read_row_group(group, columns=self._columns, use_threads=False)
+        """A row group, decoded; one that is damaged up to where it is, as `records` reads it."""
+        try:
+            return self._file.read_row_group(group, columns=self._columns, use_threads=False)
+        except (OSError, pa.ArrowException):
+            return pa.Table.from_batches(list(self.readable_batches(group)), self.schema)
 
     @property
     def schema(self) -> pa.Schema:
@@ -105,24 +110,26 @@ class ParquetTable:
 
 
 def row_values(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any] | Rejected]:
-    """The rows of a batch as dicts; a row with text that is not UTF-8 is rejected alone."""
+    """The rows of a batch as dicts; a row with a value that Python cannot hold (text that is not UTF-8, a date beyond
+    the year 9999, an unknown time zone) is rejected alone."""
     try:
         return [*rows.to_pylist()]
-    except UnicodeDecodeError:
+    except _UNREADABLE:
         return [_one_row(rows.slice(row, 1)) for row in range(rows.num_rows)]
 
 
 def _one_row(row: pa.Table | pa.RecordBatch) -> dict[str, Any] | Rejected:
     values: dict[str, Any] = {}
-    field = None
+    error = None
     for name in row.schema.names:
         try:
             values |= row.select([name]).to_pylist()[0]
         except UnicodeDecodeError:
-            field = field or name
-    if field is None:
-        return values
-    return Rejected(RowError("invalid_encoding", "the text is not UTF-8", field=field), values)
+            error = error or RowError("invalid_encoding", "the text is not UTF-8", field=name)
+        except _UNREADABLE:
+            message = "the value cannot be read (a date out of range, an unknown time zone?); cast the column to string"
+            error = error or RowError("invalid_value", message, field=name)
+    return values if error is None else Rejected(error, values)
 
 
 def _open_error(error: Exception) -> RowError:

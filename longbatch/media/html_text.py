@@ -22,6 +22,9 @@ _ATTRIBUTE = re.compile(r"""([^\s"'>/=]++)(?:\s*+=\s*+("[^"]*"?|'[^']*'?|[^\s"']
 _NO_DISPLAY = re.compile(r"display\s*+:\s*+none")
 _CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([a-zA-Z0-9_.:-]{1,40})""", re.IGNORECASE)
 
+# Latin-1 and ASCII, and codecs of Python's own, which may give half surrogate pairs.
+_NOT_OF_PAGES = frozenset({"iso8859-1", "ascii", "unicode-escape", "raw-unicode-escape", "punycode", "idna"})
+
 # Content that a browser does not parse: it ends at its own end tag only.
 _RAW = frozenset({"script", "style", "textarea", "title", "noembed", "noframes", "xmp", "iframe"})
 _FOREIGN = frozenset({"svg", "math"})
@@ -52,7 +55,7 @@ def declared_encoding(data: bytes) -> str | None:
     try:
         codec = codecs.lookup(match.group(1).decode("ascii"))
         # Browsers read Latin-1 and ASCII as cp1252. A page in UTF-8 or UTF-16 has been recognised before.
-        if codec.name in ("iso8859-1", "ascii") or codec.name.startswith("utf"):
+        if codec.name in _NOT_OF_PAGES or codec.name.startswith("utf"):
             return "cp1252"
         b"a".decode(codec.name)  # refuses codecs that are not of text, such as base64
     except (LookupError, ValueError):
@@ -107,7 +110,7 @@ class _VisibleText:
         text = unescape(text)
         if not self._num_pre:
             text = _SPACES.sub(" ", text)
-            if text[0] == " " and (not self._pieces or self._pieces[-1][-1] in " \t\n"):
+            if text[:1] == " " and (not self._pieces or self._pieces[-1][-1] in " \t\n"):
                 text = text[1:]
         if text:
             self._pieces.append(text)

@@ -277,7 +277,12 @@ class PromptBuilder:
         if ref.kind != "document":
             message = f"this model reads text only, and the row has a part of kind {ref.kind}; leave the part out"
             raise RowError("unsupported_media", message, field=ref.field)
-        return load_document(ref, self.document_root, MAX_DOCUMENT_BYTES)
+        try:
+            return load_document(ref, self.document_root, MAX_DOCUMENT_BYTES)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            # Documents are anybody's: what a reader of ours trips over costs the row, never the run.
+            message = f"the document cannot be read ({type(error).__name__}); save it as plain text"
+            raise RowError("undecodable_text", message, field=ref.field) from error
 
     # ----------------------------------------------------------------------------------------- encoding
 

@@ -12,7 +12,8 @@ from datetime import datetime
 from longbatch.config import Settings
 from longbatch.core import Fault, Result
 from longbatch.errors import ExitCode, InterruptedRun, LongbatchError, RunningError, UsageError
-from longbatch.output import ResultWriter, RunFolder, merge, recover, scan
+from longbatch.output import KeyTable, ResultWriter, RunFolder, merge, recover, scan
+from longbatch.output.keys import digest_of
 from longbatch.privacy import LogFormatter
 from longbatch.report.progress import Progress
 from longbatch.run import slurm, space
@@ -37,6 +38,7 @@ from longbatch.run.supervisor import ENGINE, Supervisor
 # A job that is requeued this often without an end has another problem than time.
 MOST_REQUEUES = 100
 OWNER_SECONDS = 60.0
+TICK_SECONDS = 1.0
 _log = logging.getLogger("longbatch")
 
 
@@ -110,6 +112,7 @@ class Run:
         self._current: tuple[Supervisor | None, Remaining | None] = (None, None)
         self._owner: Owner | None = None
         self._owned_at = time.monotonic()
+        self._ticked_at = 0.0
         self._status = StatusFile(folder.work, self.name)
         self._known_stop = last_stop(folder.work)
         self._deadline = Deadline.find(job.settings.max_time, job.settings.grace, os.environ)
@@ -130,7 +133,7 @@ class Run:
 
     def _go(self, engine: str) -> tuple[ExitCode, dict[str, object]]:
         self._recover()
-        index = get_index(self._job, self._folder)
+        index = get_index(self._job, self._folder, self._tick)
         book = StrikeBook(self._folder.work, self.name)
         self._strike_leftovers(book)
         failures = Failures(self._job.settings.abort_on_failures)
@@ -172,6 +175,12 @@ class Run:
         work = Work.of(supervisor.tally)
         self.num_rows += work.rows
         if supervisor.dispatcher.num_left:
+            if not self._why:
+                # No wave that is left fits before the end, or a signal came before the first one.
+                self._why = f"stopped before {self._deadline.describe()}"
+                if self._stop.requested:
+                    self._why = "stopped by a signal"
+                self.comes_back = self._stop.requested or self._deadline.is_slurm
             self._write_status("interrupted", supervisor, left)
             num_left = supervisor.dispatcher.num_left
             raise InterruptedRun(
@@ -212,9 +221,26 @@ class Run:
                 if error.type == "duplicate_id":
                     # Reading one row alone does not show that its id was taken; the refused row keeps none.
                     source = Fault(row, None, location, error, source.carried, index.fingerprint(entry))
+                elif KeyTable.of([source]).answers[0] != index.keys.answers[entry]:
+                    # Read alone it is another row: one too long, or one whose file changed. The index says what was
+                    # refused.
+                    id = source.id if digest_of(source) == index.key(entry) else None
+                    source = Fault(row, id, location, error, source.carried, index.fingerprint(entry))
                 result = Result.failed(source, error)
                 result.attempt = int(left.attempts[entry]) + 1
                 writer.append(result)
+
+    def _tick(self) -> None:
+        """While rows are counted: a sign of life, and the end of it when the run is told to stop."""
+        now = time.monotonic()
+        if now - self._ticked_at < TICK_SECONDS:
+            return
+        self._ticked_at = now
+        self._write_status("planning")
+        if self._told_to_stop():
+            self._write_status("interrupted")
+            hint = "run the same command again; counting begins anew"
+            raise InterruptedRun(f"{self._why} while the rows were counted", hint=hint)
 
     # ------------------------------------------------------------------------------------- during
 
@@ -239,11 +265,17 @@ class Run:
 
     def _must_stop(self, supervisor: Supervisor) -> bool:
         """Whether to stop and save now; `_why` then says why."""
+        hours = supervisor.device_seconds / 3600
+        limit = self._job.settings.max_gpu_hours
+        if not self._told_to_stop() and limit is not None and hours >= limit:
+            self._why = f"stopped after {hours:.2f} GPU hours"
+        return bool(self._why)
+
+    def _told_to_stop(self) -> bool:
+        """Whether a signal, another process or the time says so; `_why` then says which."""
         if self._why:
             return True
         left = self._deadline.seconds_left()
-        hours = supervisor.device_seconds / 3600
-        limit = self._job.settings.max_gpu_hours
         if self._stop.requested:
             self._why, self.comes_back = "stopped by a signal", True
         elif not self._is_owner():
@@ -252,8 +284,6 @@ class Run:
             self._why = "stopped by `longbatch stop`"
         elif left is not None and left <= self._job.settings.grace:
             self._why, self.comes_back = f"stopped before {self._deadline.describe()}", self._deadline.is_slurm
-        elif limit is not None and hours >= limit:
-            self._why = f"stopped after {hours:.2f} GPU hours"
         return bool(self._why)
 
     def _is_owner(self) -> bool:

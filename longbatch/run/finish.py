@@ -15,7 +15,7 @@ from longbatch.output import MergeSummary, RunFolder, merge, recover
 from longbatch.report.units import count_text, rate_text, seconds_text
 from longbatch.run.index import RowIndex
 from longbatch.run.job import SPOOL
-from longbatch.run.owner import find_holders
+from longbatch.run.owner import WHOLE_RUN, Owner
 from longbatch.run.planning import index_path
 from longbatch.run.supervisor import Tally
 
@@ -64,19 +64,19 @@ def exit_code(settings: Settings, summary: MergeSummary) -> ExitCode:
 
 
 def merge_folder(out: Path, *, partial: bool) -> ExitCode:
-    """`longbatch merge`: by the index that the run stored. Raises UsageError, InterruptedRun, DiskError."""
+    """`longbatch merge`: by the index that the run stored. Raises UsageError, InterruptedRun, DiskError; RunningError
+    while the run or one of its shares is under way."""
     folder = RunFolder.open(out)
-    if not any(holder.is_alive(folder.work) for holder in find_holders(folder.work)):
-        # The journals of a run that is under way belong to its workers.
+    with Owner.acquire(folder.work, WHOLE_RUN):
         recover(folder)
-    index = RowIndex.load(index_path(folder), None)
-    if index is None:
-        raise InterruptedRun(
-            f"{out} holds no index of its rows yet", hint="run it once more; it continues where it stopped"
-        )
-    summary = merge(folder, index.keys, partial=partial)
-    if not summary.num_missing:
-        remove_copies(folder)
+        index = RowIndex.load(index_path(folder), None)
+        if index is None:
+            raise InterruptedRun(
+                f"{out} holds no index of its rows yet", hint="run it once more; it continues where it stopped"
+            )
+        summary = merge(folder, index.keys, partial=partial)
+        if not summary.num_missing:
+            remove_copies(folder)
     print("\n".join(summary_lines(folder, summary, Work())), file=sys.stderr)
     return ExitCode.FAILED_ROWS if summary.num_failed else ExitCode.OK
 

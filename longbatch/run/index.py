@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from longbatch.core import Fault, Location, Request, RowSize
+from longbatch.core import Fault, Location, MediaRef, Request, RowSize
 from longbatch.errors import RowError
 from longbatch.manifest import Manifest
 from longbatch.output import KeyTable
@@ -26,6 +26,7 @@ from longbatch.prompt import PromptBuilder
 
 VERSION = 1
 BLOCK_ROWS = 1 << 16
+TICK_ROWS = 256
 _METADATA_KEY = b"longbatch.index"
 _DTYPE = np.dtype(
     [
@@ -35,6 +36,7 @@ _DTYPE = np.dtype(
         ("prompt", np.int64),
         ("generated", np.int64),
         ("branch_tokens", np.int64),
+        ("files", np.bool_),
     ]
 )
 
@@ -43,8 +45,8 @@ _DTYPE = np.dtype(
 class RowIndex:
     """One entry per answer, in manifest order.
 
-    keys: identity and content hash of each. entries: _DTYPE [n], location and size. errors: by entry, why it cannot
-    run. identity: what the index was made for.
+    keys: identity and content hash of each. entries: _DTYPE [n], location and size, and whether the row names files of
+    its own. errors: by entry, why it cannot run. identity: what the index was made for.
     """
 
     keys: KeyTable
@@ -98,8 +100,8 @@ class RowIndex:
         return np.flatnonzero(able)
 
     @classmethod
-    def build(cls, manifest: Manifest, builder: PromptBuilder, identity: str) -> RowIndex:
-        """Read and count the whole manifest; constant memory but for the index itself."""
+    def build(cls, manifest: Manifest, builder: PromptBuilder, identity: str, tick: Callable[[], None]) -> RowIndex:
+        """Read and count the whole manifest; constant memory but for the index itself. tick: called now and then."""
         blocks: list[np.ndarray] = []
         pending: list[tuple[int, ...]] = []
         errors: dict[int, RowError] = {}
@@ -113,7 +115,9 @@ class RowIndex:
                     lengths = (0, 0, 0)
                 else:
                     lengths = (size.prompt, size.generated, size.branch_tokens)
-                pending.append((*answer.location, *lengths))
+                pending.append((*answer.location, *lengths, _names_files(answer)))
+                if len(pending) % TICK_ROWS == 0:
+                    tick()
                 if len(pending) == BLOCK_ROWS:
                     blocks.append(np.array(pending, dtype=_DTYPE))
                     base += len(pending)
@@ -124,20 +128,30 @@ class RowIndex:
         blocks.append(np.array(pending, dtype=_DTYPE))
         return cls(keys, np.concatenate(blocks), errors, identity)
 
-    def look_again(self, manifest: Manifest, builder: PromptBuilder) -> bool:
-        """Read the rows again whose error may have passed, such as a file that was missing; whether any changed."""
+    def look_again(self, manifest: Manifest, builder: PromptBuilder, tick: Callable[[], None]) -> bool:
+        """Read the rows again that may have changed though the manifest did not: those that name files, and those whose
+        error may have passed. Returns whether any changed."""
+        passing = [entry for entry, error in self.errors.items() if error.retryable]
         changed = False
-        for entry in [entry for entry, error in self.errors.items() if error.retryable]:
+        for number, entry in enumerate(sorted({*passing, *np.flatnonzero(self.entries["files"]).tolist()})):
+            if number % TICK_ROWS == 0:
+                tick()
             row, sample = int(self.keys.rows[entry]), int(self.keys.samples[entry])
             answers = manifest.read(self.location(entry), row)
             answer = answers[sample] if sample < len(answers) else answers[0]
+            content = KeyTable.of([answer]).answers[0]
+            if content == self.keys.answers[entry] and entry not in self.errors:
+                continue
             size = answer.error if isinstance(answer, Fault) else builder.sizes([answer])[0]
             if isinstance(size, RowError):
-                continue
-            del self.errors[entry]
-            for name in ("prompt", "generated", "branch_tokens"):
-                self.entries[name][entry] = getattr(size, name)
-            self.keys.answers[entry] = KeyTable.of([answer]).answers[0]
+                if content == self.keys.answers[entry]:
+                    continue
+                self.errors[entry] = size
+            else:
+                self.errors.pop(entry, None)
+                for name in ("prompt", "generated", "branch_tokens"):
+                    self.entries[name][entry] = getattr(size, name)
+            self.keys.answers[entry] = content
             changed = True
         return changed
 
@@ -179,6 +193,13 @@ class RowIndex:
         for name in _DTYPE.names or ():
             entries[name] = table[name].to_numpy()
         stored = table["answer"].chunk(0)
-        answers = np.frombuffer(stored.buffers()[1], dtype="S32")[stored.offset :][: len(stored)]
+        answers = np.frombuffer(stored.buffers()[1], dtype="S32")[stored.offset :][: len(stored)].copy()
         keys = KeyTable(answers, table["row"].to_numpy(), table["sample"].to_numpy())
         return cls(keys, entries, errors, facts["identity"])
+
+
+def _names_files(answer: Request | Fault) -> bool:
+    """Whether a row's content lies partly in files beside the manifest."""
+    if isinstance(answer, Fault):
+        return False
+    return any(isinstance(part, MediaRef) and part.path is not None for turn in answer.messages for part in turn.parts)

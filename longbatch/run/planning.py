@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,20 +52,22 @@ def index_path(folder: RunFolder) -> Path:
 
 def index_identity(job: Job) -> str:
     """A hash of all that the index depends on: the manifest's files and every setting that changes what is read."""
-    content = [job.manifest.fingerprint_sources(), job.identity(), job.settings.limit, job.settings.only]
+    settings = job.settings
+    read = settings.limit, settings.only, str(settings.media_root), settings.max_row_bytes
+    content = [job.manifest.fingerprint_sources(), job.identity(), read]
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def get_index(job: Job, folder: RunFolder | None) -> RowIndex:
+def get_index(job: Job, folder: RunFolder | None, tick: Callable[[], None] = lambda: None) -> RowIndex:
     """The stored index where it fits, else a new one, stored where there is a folder. An index of one row
-    (`--only`) is never stored."""
+    (`--only`) is never stored. tick: called now and then meanwhile; what it raises ends the counting."""
     identity = index_identity(job)
     stored = RowIndex.load(index_path(folder), identity) if folder is not None else None
     if stored is not None and folder is not None:
-        if stored.look_again(job.manifest, job.builder):
+        if stored.look_again(job.manifest, job.builder, tick):
             stored.save(index_path(folder))
         return stored
-    index = RowIndex.build(job.manifest, job.builder, identity)
+    index = RowIndex.build(job.manifest, job.builder, identity, tick)
     if folder is not None and job.settings.only is None:
         index.save(index_path(folder))
     return index
