@@ -87,8 +87,7 @@ def check_answers(pair: tuple[Engine, Path, list[int]], lengths: list[int]) -> N
 
 
 def check_scores(pair: tuple[Engine, Path, list[int]], lengths: list[int]) -> None:
-    """Against float64, from which float32 strays by 1e-4 at a token in thousands on Gemma 3 (1.04e-4 here, 1.2e-4 in
-    transformers), and by 1e-5 in the mean."""
+    """Every token against float64. The long half misses the tolerance on Gemma 3: see docs/benchmarks.md."""
     engine, folder, tokens = pair
     reference = reference_of(folder, torch.float64)
     rows = [(request(i, "score"), Prompt(ids, (1, len(ids)))) for i, ids in enumerate(prompts(tokens, lengths))]
@@ -97,10 +96,7 @@ def check_scores(pair: tuple[Engine, Path, list[int]], lengths: list[int]) -> No
         ids = torch.from_numpy(prompt.ids.astype(np.int64))
         expected = scores_by(reference, ids).numpy()
         found = [entry.logprob for entry in results[row.id].logprobs or ()]
-        differences = np.abs(np.array(found) - expected)
-        assert differences.mean() <= SCORE_TOLERANCE / 5, f"{len(ids)} tokens"
-        assert np.quantile(differences, 0.999) <= SCORE_TOLERANCE, f"{len(ids)} tokens"
-        assert differences.max() <= 2 * SCORE_TOLERANCE, f"{len(ids)} tokens"
+        assert np.abs(np.array(found) - expected).max() <= SCORE_TOLERANCE, f"{len(ids)} tokens"
 
 
 def test_answers(pair: tuple[Engine, Path, list[int]]) -> None:
