@@ -22,23 +22,21 @@ class Task:
     """What a task needs from the engine; the engine executes this table and knows no task by name.
 
     reads: positions whose hidden state is needed after the last layer: `last` (one), `scored` (a range of
-    tokens) or `all`. keeps_kv: whether K/V must outlive the prefill. decodes: whether tokens are sampled.
-    branches: whether the row runs several continuations of one prompt. fields: manifest fields required.
+    tokens) or `all`. decodes: whether tokens are sampled.
+    branches: whether the row runs several continuations of one prompt.
     """
 
     name: str
     reads: str
-    keeps_kv: bool
     decodes: bool
     branches: bool
-    fields: tuple[str, ...]
 
 
 TASKS: dict[str, Task] = {
-    "generate": Task("generate", reads="last", keeps_kv=True, decodes=True, branches=False, fields=()),
-    "score": Task("score", reads="scored", keeps_kv=False, decodes=False, branches=False, fields=()),
-    "embed": Task("embed", reads="all", keeps_kv=False, decodes=False, branches=False, fields=()),
-    "classify": Task("classify", reads="scored", keeps_kv=True, decodes=False, branches=True, fields=("labels",)),
+    "generate": Task("generate", reads="last", decodes=True, branches=False),
+    "score": Task("score", reads="scored", decodes=False, branches=False),
+    "embed": Task("embed", reads="all", decodes=False, branches=False),
+    "classify": Task("classify", reads="scored", decodes=False, branches=True),
 }
 
 
