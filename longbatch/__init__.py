@@ -60,7 +60,7 @@ def run(sources: str | Path | Sequence[str | Path], **settings: Any) -> ExitCode
 
     Keywords are the fields of `longbatch.config.Settings`; what is not given comes from the environment and
     the settings files, as on the command line. Returns ExitCode.OK, or FAILED_ROWS when rows failed. Raises the
-    `LongbatchError` whose exit code the command would have.
+    `LongbatchError` whose exit code the command would have; with FidelityError the results are complete.
     """
     from longbatch.config import resolve
     from longbatch.run import execute

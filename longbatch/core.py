@@ -159,6 +159,8 @@ class Prompt:
     ids: int32 [T]. scored: half-open range of token positions whose log-probability is wanted (`score`).
     branches: token ids of each label (`classify`), each to be continued from the whole of `ids`.
     truncated: tokens removed by `--overlong`. opens_reasoning: whether the prompt ends inside the model's thinking.
+    reserved: tokens that might have followed an answer that is already part of `ids`; scaled rotary embeddings go by
+    the whole length.
     """
 
     ids: np.ndarray
@@ -166,6 +168,7 @@ class Prompt:
     branches: tuple[np.ndarray, ...] = ()
     truncated: int = 0
     opens_reasoning: bool = False
+    reserved: int = 0
 
 
 class RowSize(NamedTuple):
@@ -228,8 +231,13 @@ class TokenLogprob:
 class Result:
     """The answer to one request, or the reason why there is none. One row of the output.
 
-    Set by the engine: status, text, label, embedding, logprobs, finish_reason, usage, timing, error, notes.
+    Set by the engine: status, text, label, embedding, logprobs, finish_reason, usage, timing, error, notes, attention.
     Set by the run: placement fields, attempt, carried. notes: what was done otherwise than planned, in order.
+
+    attention_mode: `dense` or `sparse`. attention_density: pairs of query and key that prefill computed, as a share of
+    all causal pairs, over the heads of layers without a window. attention_patterns: `NUMBER PATTERN`, how many of those
+    heads ran which pattern; for sparse rows. attention_gap: where measured, the mean distance of a token's
+    log-probability from that under dense attention, in nats.
     """
 
     key: RowKey
@@ -246,6 +254,8 @@ class Result:
     timing: Timing = field(default_factory=Timing)
     attention_mode: str | None = None
     attention_density: float | None = None
+    attention_patterns: tuple[str, ...] | None = None
+    attention_gap: float | None = None
     wave: int | None = None
     width: int | None = None
     notes: list[str] = field(default_factory=list)

@@ -53,7 +53,7 @@ def manifest(tmp_path: Path) -> Path:
         (["run", "x", "--max-tokens", "0"], "max_tokens must be at least 1", ""),
         (["run", "x", "--gpus", "two"], "gpus", "0 is the CPU"),
         (["run", "x", "--config", "none.toml"], "none.toml does not exist", ""),
-        (["bench", "frobnicate"], "there is no benchmark 'frobnicate'", "one of: job"),
+        (["bench", "frobnicate"], "there is no benchmark 'frobnicate'", "one of: attention"),
         (["models", "check", "no/where"], "no/where", "longbatch models pull"),
         (["convert", "none.gguf", "there"], "none.gguf is not a file", ".gguf"),
         (["verify", "nowhere"], "nowhere", ""),

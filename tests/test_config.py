@@ -99,6 +99,10 @@ def test_an_unknown_key_is_an_error_with_the_near_name(place: str, tmp_path: Pat
         ("gpus = -1", "gpus"),
         ("gpus = 'every'", "gpus"),
         ("allow_failures = '5 %'", "allow_failures"),
+        ("attention = 'a_shap'", "a_shape"),
+        ("attention = 'a_shape:window=0'", "window"),
+        ("min_sparse_length = -1", "at least 0"),
+        ("verify_sample = -1", "at least 0"),
         ("quiet = 'maybe'", "true or false"),
         ("keep_columns = [1]", "list of names"),
         ("prompt = 5\nseed = 'x'", "whole number"),
@@ -160,9 +164,18 @@ def test_identity_holds_what_changes_answers_and_no_more() -> None:
         "max_tokens",
         "generation_config",
         "seed",
+        "attention",
+        "profile",
+        "min_sparse_length",
         "ignore_unsupported",
         "keep_columns",
     }
+
+
+def test_a_limit_of_the_gap_needs_rows_to_measure() -> None:
+    assert Settings(max_gap=0.0, verify_sample=1).max_gap == 0.0
+    with pytest.raises(UsageError, match="max_gap needs rows to measure"):
+        Settings(max_gap=0.1)
 
 
 def test_every_setting_says_what_it_does() -> None:

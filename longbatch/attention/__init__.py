@@ -2,6 +2,18 @@
 
 from longbatch.attention.decode import DecodeStep, decode_attention
 from longbatch.attention.dense import attend
-from longbatch.attention.step import Extent, Piece, Segment, Step, Tile
+from longbatch.attention.sparse import SparseLayer
+from longbatch.attention.step import Executed, Extent, Piece, Segment, Step, Tile
 
-__all__ = ["DecodeStep", "Extent", "Piece", "Segment", "Step", "Tile", "attend", "decode_attention"]
+__all__ = [
+    "DecodeStep",
+    "Executed",
+    "Extent",
+    "Piece",
+    "Segment",
+    "SparseLayer",
+    "Step",
+    "Tile",
+    "attend",
+    "decode_attention",
+]

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longbatch.attention.sparse import SparseLayer
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -26,13 +28,32 @@ class Extent:
     pages: np.ndarray | None = None
 
 
+@dataclass(slots=True)
+class Executed:
+    """How attention runs over one sequence of tokens, and how much of it was computed.
+
+    sparse: whether layers that have patterns use them; else every layer is dense. selected and causal: pairs of query
+    and key that were computed, and those that dense attention computes, over the heads of layers without a window.
+    """
+
+    sparse: bool
+    selected: float | Tensor = 0.0
+    causal: float = 0.0
+
+    def add(self, selected: float | Tensor, causal: float) -> None:
+        """Count one layer of one segment; a tensor (float64, one number) is not waited for."""
+        self.selected = self.selected + selected
+        self.causal += causal
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive new tokens of one sequence.
 
     base: first packed row. offset: position of the first token. length: tokens. context: extents that cover
     positions 0..offset-1 in order. reads: half-open ranges of positions whose final hidden state is wanted.
-    rope_length: length that scaled rotary embeddings go by (prompt and the tokens it may generate).
+    rope_length: length that scaled rotary embeddings go by (prompt and the tokens it may generate). executed: set for
+    sequences that run sparse or continue one that does; the step counts there what it computes.
     """
 
     base: int
@@ -41,6 +62,7 @@ class Segment:
     context: tuple[Extent, ...] = ()
     reads: tuple[tuple[int, int], ...] = ()
     rope_length: int = 0
+    executed: Executed | None = None
 
     @property
     def stop(self) -> int:
@@ -94,7 +116,7 @@ class Tile:
 class Step:
     """One prefill forward. ids, positions, rope_lengths: int64 [T] on the model's device. slots: int64 [K] cache
     slots of the tokens whose K/V must outlive the step, or None; kept_rows: int64 [K], their packed rows, or None
-    when they are all of them."""
+    when they are all of them. attention: the patterns of each layer, None for those that are dense in every step."""
 
     ids: Tensor
     positions: Tensor
@@ -104,6 +126,7 @@ class Step:
     kept_rows: Tensor | None
     tile_rows: int
     tiles: tuple[Tile, ...] = field(default=())
+    attention: tuple[SparseLayer | None, ...] | None = None
 
     @classmethod
     def build(
@@ -115,6 +138,7 @@ class Step:
         *,
         tile_rows: int,
         device: torch.device,
+        attention: tuple[SparseLayer | None, ...] | None = None,
     ) -> Step:
         """ids: int [T] of all segments in packed order. slots and kept_rows: int64 [K], or both None."""
         positions = np.concatenate([np.arange(s.offset, s.stop, dtype=np.int64) for s in segments])
@@ -130,6 +154,7 @@ class Step:
             kept_rows=None if kept_rows is None else torch.from_numpy(kept_rows).to(device),
             tile_rows=tile_rows,
             tiles=tuple(tiles_of([(s, s.offset, s.stop) for s in segments], tile_rows)),
+            attention=attention,
         )
 
     def read_tiles(self) -> tuple[Tile, ...]:

@@ -1,6 +1,7 @@
 """Benchmarks behind `longbatch bench`: a registry of names to modules, imported when one is asked for.
 
-A benchmark is a module with `measure() -> list[Measurement]`. It runs the rival or the limit beside longbatch, and
+A benchmark is a module with `measure(...) -> list[Measurement]`, whose keyword-only arguments, all with defaults, are
+the options of the command that it reads. It runs the rival or the limit beside longbatch, and
 checks longbatch's results against a reference in the same run.
 """
 
@@ -13,6 +14,8 @@ from longbatch.bench.report import Measurement
 from longbatch.errors import UsageError
 
 BENCHES = {
+    "attention": "longbatch.bench.attention",
+    "fidelity": "longbatch.bench.fidelity",
     "job": "longbatch.bench.job",
     "manifest": "longbatch.bench.scale",
     "resume": "longbatch.bench.resume",
@@ -21,9 +24,10 @@ BENCHES = {
 __all__ = ["BENCHES", "Measurement", "find"]
 
 
-def find(name: str) -> Callable[[], list[Measurement]]:
-    """The benchmark of a name. Raises UsageError that lists the known ones."""
+def find(name: str) -> Callable[..., list[Measurement]]:
+    """The benchmark of a name; its keyword arguments are the options that it reads. Raises UsageError that lists the
+    known ones."""
     if name not in BENCHES:
         raise UsageError(f"there is no benchmark {name!r}", hint=f"one of: {', '.join(BENCHES)}")
-    measure: Callable[[], list[Measurement]] = import_module(BENCHES[name]).measure
+    measure: Callable[..., list[Measurement]] = import_module(BENCHES[name]).measure
     return measure

@@ -21,6 +21,7 @@ from longbatch.cli import (
     merge,
     models,
     plan,
+    profile,
     retry,
     run,
     slurm,
@@ -40,7 +41,8 @@ app = typer.Typer(
     name="longbatch",
     help="Offline batch inference on very long inputs: a table of prompts in, a Parquet file of answers out.",
     epilog="Exit codes: 0 all rows ok, 1 internal error, 2 usage, 3 finished with failed rows, 4 nothing can run, "
-    "5 no usable device, 6 disk, 8 too many failed rows, 75 interrupted or incomplete and saved, 130 second Ctrl-C.",
+    "5 no usable device, 6 disk, 7 sparse attention too far from dense, 8 too many failed rows, 75 interrupted or "
+    "incomplete and saved, 130 second Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -50,6 +52,7 @@ app = typer.Typer(
 app.command()(run.run)
 app.command()(plan.plan)
 app.command()(validate.validate)
+app.command()(profile.profile)
 app.command()(status.status)
 app.command()(stop.stop)
 app.command()(retry.retry)

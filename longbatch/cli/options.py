@@ -40,6 +40,9 @@ _METAVARS = {
     "price_per_gpu_hour": "PRICE",
     "on_finish": "COMMAND",
     "spill": "FOLDER",
+    "attention": "auto|dense|PATTERN",
+    "profile": "FILE",
+    "max_gap": "NATS",
 }
 Sources = Annotated[
     list[str],
@@ -95,7 +98,7 @@ def _parameter(name: str) -> inspect.Parameter:
         switch = typer.Option(f"{flag}/--no-{flag[2:]}", *short, help=_help(name))
         return _keyword(name, Annotated[bool | None, switch])
     metavar = "|".join(choices(name)) or _METAVARS.get(name, "N")
-    # Values arrive as text: config.py converts and checks them, whatever layer they come from.
+    # Values arrive as text: settings.py converts and checks them, whatever layer they come from.
     return _keyword(name, Annotated[str | None, typer.Option(flag, *short, metavar=metavar, help=_help(name))])
 
 

@@ -11,6 +11,7 @@ NOT_PLANNED = {
     "abort_on_failures",
     "allow_failures",
     "grace",
+    "max_gap",
     "max_gpu_hours",
     "max_time",
     "on_finish",
@@ -19,6 +20,7 @@ NOT_PLANNED = {
     "row_timeout",
     "skip_if_running",
     "spill",
+    "verify_sample",
 }
 
 

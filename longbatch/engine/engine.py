@@ -17,9 +17,9 @@ from longbatch.core import Prompt, Request, Result
 from longbatch.engine.answers import Answers
 from longbatch.engine.decode import DecodeBatch
 from longbatch.engine.faults import require_device, row_error
-from longbatch.engine.jobs import Owner, conclude, families_of, open_sequence, work_of
+from longbatch.engine.jobs import Owner, conclude, families_of, open_sequence, report_attention, work_of
 from longbatch.engine.ladder import Ladder, Shape, step_down
-from longbatch.engine.limits import Counters, EngineLimits
+from longbatch.engine.limits import Counters, EngineAttention, EngineLimits
 from longbatch.engine.packing import Family, pack
 from longbatch.engine.prefill import prefill
 from longbatch.engine.readout import LOGIT_TILE, LastReader, Reader, deliver
@@ -38,8 +38,8 @@ class _StoppedError(Exception):
 
 
 class Engine:
-    """Runs rows on one device; `run` is the whole of it. spill: where long rows keep their state, if anywhere; who
-    takes the results removes it from there."""
+    """Runs rows on one device; `run` is the whole of it. attention: how long rows are prefilled sparse, None where none
+    are. spill: where long rows keep their state, if anywhere; who takes the results removes it from there."""
 
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer, cache: KVCache, limits: EngineLimits, *, eos_ids: frozenset[int]
@@ -49,6 +49,7 @@ class Engine:
         self.cache = cache
         self.limits = limits
         self.counters = Counters()
+        self.attention: EngineAttention | None = None
         self.spill: Spill | None = None
         self._ladder = Ladder(limits)
         self._answers = Answers(tokenizer, cache, limits)
@@ -249,7 +250,7 @@ class Engine:
     def _prefill(self, sequences: list[Sequence]) -> list[Result]:
         begin = time.monotonic()
         tile_rows = min(sequence.shape.tile_rows for sequence in sequences)
-        families = list(families_of(sequences, self.model, self.cache.pool, tile_rows))
+        families = list(families_of(sequences, self.model, self.cache.pool, tile_rows, self.attention))
         resumed = self._run_steps(families, sequences)
         readers: dict[int, list[Reader]] = {}
         for family in families:
@@ -260,6 +261,7 @@ class Engine:
             conclude(sequence, readers[id(sequence)], self.model, self.tokenizer)
             sequence.release(self.cache.pool)
         finished += self._first_tokens([(s, readers[id(s)][0]) for s in sequences if s.request.task.decodes])
+        report_attention(families, self.attention)
         end = time.monotonic()
         self.counters.prefill_tokens += sum(family.num_tokens for family in families) - resumed
         self.counters.prefill_seconds += end - begin
@@ -292,7 +294,10 @@ class Engine:
             first.result.usage.cached_tokens = start
             first.result.notes.append(f"resumed at token {start:,}")
         device = self.cache.device
-        for packed in pack(families, step_tokens=step_tokens, tile_rows=tile_rows, device=device, start=start):
+        layers = None if self.attention is None else self.attention.layers
+        for packed in pack(
+            families, step_tokens=step_tokens, tile_rows=tile_rows, device=device, start=start, attention=layers
+        ):
             self._ask()
             reads = [(branch.owner.reader, low, high) for branch, low, high in packed.reads]
             deliver(self.model, prefill(self.model, self.cache, packed.step), reads)

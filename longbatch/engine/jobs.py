@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from longbatch.attention import Executed
 from longbatch.cache.pages import PAGE_TOKENS, PagePool, pages_for
 from longbatch.core import Prompt, Request, Result, TokenLogprob
 from longbatch.engine.faults import nonfinite
 from longbatch.engine.ladder import Ladder, Shape
+from longbatch.engine.limits import EngineAttention
 from longbatch.engine.packing import Branch, Family
 from longbatch.engine.readout import LastReader, MeanReader, Reader, ScoreReader, Scores
 from longbatch.engine.sampler import row_seed
@@ -80,7 +82,13 @@ def _num_pages(sequence: Sequence) -> int:
     return trunk // PAGE_TOKENS + tails
 
 
-def families_of(sequences: list[Sequence], model: Decoder, pool: PagePool, tile_rows: int) -> Iterator[Family[Owner]]:
+def families_of(
+    sequences: list[Sequence],
+    model: Decoder,
+    pool: PagePool,
+    tile_rows: int,
+    attention: EngineAttention | None = None,
+) -> Iterator[Family[Owner]]:
     """The token sequences to run: beginnings that rows share are taken once.
 
     In float32 whole tiles are shared, so that a row's attention is summed up in the same pieces as when it is alone,
@@ -91,10 +99,45 @@ def families_of(sequences: list[Sequence], model: Decoder, pool: PagePool, tile_
     shareable = not any(rope.needs_lengths for rope in model.ropes)
     for trunk, rows in group(sequences, unit) if shareable else [(0, sequences)]:
         if trunk:
-            yield shared_family(rows, trunk, pool)
+            yield _with_attention(shared_family(rows, trunk, pool), attention)
         else:
             for sequence in rows:
-                yield family_of(sequence, model, pool)
+                yield _with_attention(family_of(sequence, model, pool), attention)
+
+
+def _with_attention(family: Family[Owner], attention: EngineAttention | None) -> Family[Owner]:
+    """Decide what of a family runs sparse: its trunk and each of its branches by their own lengths. Nothing is counted
+    where all of it is dense."""
+    if attention is None:
+        return family
+    parts = [len(family.trunk), *(len(branch.ids) for branch in family.branches)]
+    sparse = [length > 0 and length >= attention.min_length for length in parts]
+    if any(sparse):
+        family.trunk_executed = Executed(sparse[0])
+        for branch, is_sparse in zip(family.branches, sparse[1:], strict=True):
+            branch.executed = Executed(is_sparse)
+    return family
+
+
+def report_attention(families: list[Family[Owner]], attention: EngineAttention | None) -> None:
+    """Write into each row's result how its prefill attended; a shared trunk counts for all of its rows. Waits for the
+    device."""
+    found: dict[int, tuple[Sequence, list[Executed]]] = {}
+    for family in families:
+        for branch in family.branches:
+            sequence, parts = found.setdefault(id(branch.owner.sequence), (branch.owner.sequence, []))
+            for part in (family.trunk_executed, branch.executed):
+                if part is not None and not any(part is one for one in parts):
+                    parts.append(part)
+    for sequence, parts in found.values():
+        result = sequence.result
+        causal = sum(part.causal for part in parts)
+        if attention is None or not causal or not any(part.sparse for part in parts):
+            result.attention_mode, result.attention_density = "dense", 1.0
+        else:
+            result.attention_mode = "sparse"
+            result.attention_density = sum(float(part.selected) for part in parts) / causal
+            result.attention_patterns = attention.patterns
 
 
 def work_of(family: Family[Owner], spec: ModelSpec) -> Iterator[tuple[Sequence, float]]:
@@ -102,11 +145,17 @@ def work_of(family: Family[Owner], spec: ModelSpec) -> Iterator[tuple[Sequence, 
     what each token sees."""
     per_key = sum(4 * layer.num_heads * layer.head_dim for layer in spec.layers)
     trunk = len(family.trunk)
-    shared = (spec.matmul_flops_per_token * trunk + per_key * trunk * trunk / 2) / len(family.branches)
+    attended = per_key * _density(family.trunk_executed) * trunk * trunk / 2
+    shared = (spec.matmul_flops_per_token * trunk + attended) / len(family.branches)
     for branch in family.branches:
         own = len(branch.ids)
-        flops = spec.matmul_flops_per_token * own + per_key * own * (trunk + own / 2)
-        yield branch.owner.sequence, shared + flops
+        attended = per_key * _density(branch.executed) * own * (trunk + own / 2)
+        yield branch.owner.sequence, shared + spec.matmul_flops_per_token * own + attended
+
+
+def _density(executed: Executed | None) -> float:
+    """Share of the causal pairs that was computed."""
+    return 1.0 if executed is None or not executed.causal else float(executed.selected) / executed.causal
 
 
 def family_of(sequence: Sequence, model: Decoder, pool: PagePool) -> Family[Owner]:
@@ -114,7 +163,7 @@ def family_of(sequence: Sequence, model: Decoder, pool: PagePool) -> Family[Owne
     pages = sequence.pages = pool.allocate(sequence.num_pages) if sequence.num_pages else None
     if sequence.request.task.branches:
         return _label_family(sequence, pages)
-    rope_length = len(sequence.prompt.ids) + sequence.max_tokens
+    rope_length = len(sequence.prompt.ids) + sequence.max_tokens + sequence.prompt.reserved
     owner = Owner(sequence, _reader(sequence, model))
     return Family([Branch(owner, sequence.prompt.ids, _reads(sequence), rope_length, pages)])
 

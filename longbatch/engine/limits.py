@@ -1,8 +1,17 @@
-"""What an engine may do at once, and what it has done."""
+"""What an engine may do at once, how it attends, and what it has done."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longbatch.attention import SparseLayer
+from longbatch.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from longbatch.sparsity import LayerPatterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,37 @@ class EngineLimits:
     run_seed: int = 0
     row_seconds: float | None = None
     chunk_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAttention:
+    """How an engine prefills long rows sparse.
+
+    layers: the patterns of each layer, None for those that stay dense. min_length: tokens from which a prompt, or a
+    beginning that rows share, is long. patterns: `NUMBER PATTERN`, how many heads of layers without a window run which
+    pattern, most first.
+    """
+
+    layers: tuple[SparseLayer | None, ...]
+    min_length: int
+    patterns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, patterns: Sequence[LayerPatterns], min_length: int) -> EngineAttention:
+        """patterns: of every layer of the model; those of layers with a window or capped scores are not used."""
+        layers: list[SparseLayer | None] = []
+        names: Counter[str] = Counter()
+        for layer, chosen in zip(spec.layers, patterns, strict=True):
+            layers.append(None)
+            if layer.window is not None:
+                continue
+            if layer.softcap is not None or all(head.is_dense for head in chosen.heads):
+                names["dense"] += layer.num_heads
+                continue
+            layers[-1] = SparseLayer(chosen, layer.num_heads, layer.num_kv_heads, layer.scale)
+            for head in chosen.heads:
+                names[head.name] += layer.num_heads // len(chosen.heads)
+        return cls(tuple(layers), min_length, tuple(f"{count} {name}" for name, count in names.most_common()))
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from longbatch.attention import Extent, Segment, Step
+from longbatch.attention import Executed, Extent, Segment, SparseLayer, Step
 from longbatch.cache.kv import slots_of
 from longbatch.cache.pages import PAGE_TOKENS
 
@@ -26,7 +26,8 @@ class Branch(Generic[Owner]):
     """Tokens that follow the family's trunk.
 
     ids: int32 [n]. reads: half-open ranges of sequence positions (trunk included) whose hidden state is wanted.
-    pages: block table over the whole sequence, trunk included, or None when K/V need not outlive the step.
+    pages: block table over the whole sequence, trunk included, or None when K/V need not outlive the step. executed:
+    as in `Segment`.
     """
 
     owner: Owner
@@ -34,15 +35,18 @@ class Branch(Generic[Owner]):
     reads: tuple[tuple[int, int], ...]
     rope_length: int
     pages: np.ndarray | None = None
+    executed: Executed | None = None
 
 
 @dataclass(slots=True)
 class Family(Generic[Owner]):
-    """trunk: int32 ids, a multiple of PAGE_TOKENS long so that its pages can be shared; may be empty."""
+    """trunk: int32 ids, a multiple of PAGE_TOKENS long so that its pages can be shared; may be empty. trunk_executed:
+    as in `Segment`."""
 
     branches: list[Branch[Owner]]
     trunk: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     trunk_pages: np.ndarray | None = None
+    trunk_executed: Executed | None = None
 
     def __post_init__(self) -> None:
         if len(self.trunk) % PAGE_TOKENS:
@@ -72,15 +76,23 @@ class _Run(Generic[Owner]):
     branch: Branch[Owner] | None
     rope_length: int
     parent: _Run[Owner] | None
+    executed: Executed | None
     placed: list[Extent] = field(default_factory=list)
 
 
 def pack(
-    families: Sequence[Family[Owner]], *, step_tokens: int, tile_rows: int, device: torch.device, start: int = 0
+    families: Sequence[Family[Owner]],
+    *,
+    step_tokens: int,
+    tile_rows: int,
+    device: torch.device,
+    start: int = 0,
+    attention: tuple[SparseLayer | None, ...] | None = None,
 ) -> Iterator[PackedStep[Owner]]:
     """Lay out families in order. Each step must be run before the next is drawn.
 
     start: tokens of the first family's beginning whose K/V lie in its pages already; at least one more follows them.
+    attention: the patterns of each layer, for the families that run sparse.
     Raises ValueError if the tokens need more than one step and some family has no pages.
     """
     runs = list(_runs(families))
@@ -100,7 +112,7 @@ def pack(
                 # Chunks end at tile boundaries of the sequence, so that a chunked row runs in the same pieces.
                 stop = (run.offset + stop) // tile_rows * tile_rows - run.offset
             if stop <= start:
-                yield _build(pending, tile_rows, device)
+                yield _build(pending, tile_rows, device, attention)
                 pending, filled = [], 0
                 continue
             pending.append((run, start, stop))
@@ -108,7 +120,7 @@ def pack(
             start = stop
         start = 0
     if pending:
-        yield _build(pending, tile_rows, device)
+        yield _build(pending, tile_rows, device, attention)
 
 
 def _runs(families: Sequence[Family[Owner]]) -> Iterator[_Run[Owner]]:
@@ -116,13 +128,19 @@ def _runs(families: Sequence[Family[Owner]]) -> Iterator[_Run[Owner]]:
         trunk: _Run[Owner] | None = None
         if len(family.trunk):
             rope_length = max(branch.rope_length for branch in family.branches)
-            trunk = _Run(family.trunk, 0, family.trunk_pages, None, rope_length, None)
+            trunk = _Run(family.trunk, 0, family.trunk_pages, None, rope_length, None, family.trunk_executed)
             yield trunk
         for branch in family.branches:
-            yield _Run(branch.ids, len(family.trunk), branch.pages, branch, branch.rope_length, trunk)
+            offset = len(family.trunk)
+            yield _Run(branch.ids, offset, branch.pages, branch, branch.rope_length, trunk, branch.executed)
 
 
-def _build(pending: list[tuple[_Run[Owner], int, int]], tile_rows: int, device: torch.device) -> PackedStep[Owner]:
+def _build(
+    pending: list[tuple[_Run[Owner], int, int]],
+    tile_rows: int,
+    device: torch.device,
+    attention: tuple[SparseLayer | None, ...] | None,
+) -> PackedStep[Owner]:
     """One step of the pending parts; their runs then know these tokens as lying in pages."""
     segments: list[Segment] = []
     reads: list[tuple[Branch[Owner], int, int]] = []
@@ -142,7 +160,7 @@ def _build(pending: list[tuple[_Run[Owner], int, int]], tile_rows: int, device: 
         context = list(run.placed)
         if run.parent is not None:
             context = [*run.parent.placed, *bases.get(id(run.parent), []), *context]
-        segments.append(Segment(base, low, stop - start, tuple(context), tuple(wanted), run.rope_length))
+        segments.append(Segment(base, low, stop - start, tuple(context), tuple(wanted), run.rope_length, run.executed))
         bases.setdefault(id(run), []).append(Extent(low, high, base=base))
         ids.append(run.ids[start:stop])
         if run.pages is not None:
@@ -156,6 +174,7 @@ def _build(pending: list[tuple[_Run[Owner], int, int]], tile_rows: int, device: 
         np.concatenate(kept) if kept else None,
         tile_rows=tile_rows,
         device=device,
+        attention=attention,
     )
     for run, _, stop in pending:
         run.placed = [Extent(run.offset, run.offset + stop, pages=run.pages)]

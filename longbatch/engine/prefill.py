@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longbatch.attention import Extent, Step, Tile, attend
+from longbatch.attention import Step
 from longbatch.cache import KVCache
+from longbatch.engine.layer_attention import LayerAttention
 from longbatch.models.decoder import Decoder, Layer
 from longbatch.models.rope import RopeValues
 
@@ -44,21 +45,23 @@ class RopeTable:
 
 def _run_layer(layer: Layer, index: int, x: Tensor, ropes: RopeTable, cache: KVCache, step: Step) -> None:
     """One layer for every token, in place in x [T, hidden]."""
+
+    def queries(rows: slice) -> Tensor:
+        return layer.q(layer.norm(x[rows]), ropes.of(layer, rows))
+
     if len(step.tiles) == 1:
         q, k, v = layer.qkv(layer.norm(x), ropes.of(layer))
         _store(cache, index, step, k, v)
-        attention = _attend_tile(layer, index, q, k, v, cache, step, step.tiles[0])
-        layer.mlp(layer.out(x, attention))
+        attention = LayerAttention(layer, index, (k, v), cache, step, queries)
+        layer.mlp(layer.out(x, attention.tile(q, step.tiles[0])))
         return
     k, v = _keys_and_values(layer, x, ropes, step)
     _store(cache, index, step, k, v)
+    attention = LayerAttention(layer, index, (k, v), cache, step, queries)
     for tile in step.tiles:
         rows = tile.rows
         assert rows is not None
-        part = x[rows]
-        q = layer.q(layer.norm(part), ropes.of(layer, rows))
-        attention = _attend_tile(layer, index, q, k, v, cache, step, tile)
-        layer.mlp(layer.out(part, attention))
+        layer.mlp(layer.out(x[rows], attention.tile(queries(rows), tile)))
 
 
 def _run_last(layer: Layer, index: int, x: Tensor, ropes: RopeTable, cache: KVCache, step: Step) -> Tensor:
@@ -66,15 +69,18 @@ def _run_last(layer: Layer, index: int, x: Tensor, ropes: RopeTable, cache: KVCa
     Writes into x where the positions read are consecutive."""
     k, v = _keys_and_values(layer, x, ropes, step)
     _store(cache, index, step, k, v)
+
+    def queries(rows: slice | Tensor) -> Tensor:
+        return layer.q(layer.norm(x[rows]), ropes.of(layer, rows))
+
+    attention = LayerAttention(layer, index, (k, v), cache, step, queries, only_reads=True)
     outs = [x.new_empty((0, x.shape[1]))]
     for tile in step.read_tiles():
         rows: slice | Tensor | None = tile.rows
         if rows is None:
             rows = torch.cat([torch.arange(p.rows.start, p.rows.stop, device=x.device) for p in tile.pieces])
-        part = x[rows]
-        q = layer.q(layer.norm(part), ropes.of(layer, rows))
-        attention = _attend_tile(layer, index, q, k, v, cache, step, tile)
-        outs.append(layer.mlp(layer.out(part, attention)))
+        q = queries(rows)
+        outs.append(layer.mlp(layer.out(x[rows], attention.tile(q, tile))))
     return torch.cat(outs)
 
 
@@ -93,39 +99,3 @@ def _store(cache: KVCache, index: int, step: Step, k: Tensor, v: Tensor) -> None
     if step.slots is not None:
         rows = step.kept_rows
         cache.write(index, step.slots, k if rows is None else k[rows], v if rows is None else v[rows])
-
-
-def _attend_tile(
-    layer: Layer, index: int, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, step: Step, tile: Tile
-) -> Tensor:
-    """Attention of a tile's queries [n, H, D], piece by piece.
-
-    In float32 keys are summed up tile by tile, so that chunks and shared beginnings, which end at tiles, change no bit.
-    """
-    block = step.tile_rows if q.dtype == torch.float32 else None
-
-    def read(extent: Extent, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        if extent.base is None:
-            assert extent.pages is not None
-            return cache.read(index, extent.pages, start, stop)
-        low = extent.base + start - extent.start
-        return k[low : low + stop - start], v[low : low + stop - start]
-
-    spec = layer.spec
-    outs, low = [], 0
-    for piece in tile.pieces:
-        high = low + piece.stop - piece.start
-        outs.append(
-            attend(
-                q[low:high],
-                piece,
-                read,
-                scale=spec.scale,
-                window=spec.window,
-                softcap=spec.softcap,
-                sinks=layer.sinks,
-                block=block,
-            )
-        )
-        low = high
-    return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -55,6 +55,8 @@ class Sequence:
             self.error = error
             result = Result.failed(self.request, error)
             result.timing, result.usage, result.notes = self.result.timing, self.result.usage, self.result.notes
+            result.attention_mode, result.attention_density = self.result.attention_mode, self.result.attention_density
+            result.attention_patterns = self.result.attention_patterns
             self.result = result
 
     def release(self, pool: PagePool) -> None:

@@ -85,6 +85,7 @@ class SpilledRow:
         # Of several branches only their trunk is kept, and nobody reads it.
         self._reader: Reader | None = None if len(family.trunk) else branch.owner.reader
         self._pages = family.trunk_pages if len(family.trunk) else branch.pages
+        self._executed = family.trunk_executed if len(family.trunk) else branch.executed
         # At least one token follows what is kept: the one whose hidden state tells the answer.
         self._most = len(family.trunk) or len(branch.ids) - 1
         self._folder, self._cache = folder, cache
@@ -142,8 +143,10 @@ class SpilledRow:
             for layer, pool in enumerate(pools)
         ]
         entries += [(_READER + name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()]
-        bounds = {"start": str(self._position), "stop": str(stop)}
-        file.write(_header(entries, {**self._owner, **bounds}))
+        facts = {"start": str(self._position), "stop": str(stop)}
+        if self._executed is not None:
+            facts |= {"selected": repr(float(self._executed.selected)), "causal": repr(self._executed.causal)}
+        file.write(_header(entries, {**self._owner, **facts}))
         assert self._pages is not None
         for values in (False, True):
             for layer in range(len(self._cache.keys)):
@@ -161,6 +164,7 @@ class SpilledRow:
             with safe_open(path, framework="pt") as file:
                 found = dict(file.metadata() or {})
                 start, stop = int(found.pop("start")), int(found.pop("stop"))
+                selected, causal = float(found.pop("selected", 0.0)), float(found.pop("causal", 0.0))
                 if found != self._owner or start != self._position or not start < stop <= self._most:
                     return False
                 names = set(file.keys())
@@ -174,6 +178,8 @@ class SpilledRow:
                     self._reader.restore(tensors)
         except (OSError, ValueError, KeyError, SafetensorError):
             return False
+        if self._executed is not None:
+            self._executed.selected, self._executed.causal = selected, causal
         self._position = stop
         return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from longbatch.core import TASKS, Location, Prompt, Request, Sampling
@@ -21,6 +23,10 @@ def warm_up(engine: Engine) -> None:
         sampling = Sampling(max_tokens=NEW_TOKENS, logprobs=0)
         request = Request(row, None, Location(0, 0, 0), TASKS["generate"], sampling)
         rows.append((request, Prompt(np.arange(length, dtype=np.int32) % engine.model.spec.vocab_size)))
-    for _ in engine.run([rows]):
-        pass
-    engine.counters = Counters()
+    attention = engine.attention
+    # The kernels of sparse rows are compiled too, however short these are.
+    for way in [None] if attention is None else [None, replace(attention, min_length=1)]:
+        engine.attention = way
+        for _ in engine.run([rows]):
+            pass
+    engine.attention, engine.counters = attention, Counters()

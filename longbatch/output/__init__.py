@@ -3,6 +3,7 @@
 from longbatch.output.done import Done, Match, RowState, scan
 from longbatch.output.export import FORMATS as EXPORT_FORMATS
 from longbatch.output.export import export
+from longbatch.output.fidelity import Fidelity, fidelity, ran_sparse, read_gaps, verify_folder
 from longbatch.output.folder import RunFolder
 from longbatch.output.keys import KeyTable
 from longbatch.output.merge import MergeSummary, merge, read_success, result_files
@@ -17,6 +18,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Damage",
     "Done",
+    "Fidelity",
     "KeyTable",
     "Match",
     "MergeSummary",
@@ -27,7 +29,10 @@ __all__ = [
     "RunFolder",
     "VerifyReport",
     "export",
+    "fidelity",
     "merge",
+    "ran_sparse",
+    "read_gaps",
     "read_success",
     "recover",
     "result_files",
@@ -35,4 +40,5 @@ __all__ = [
     "scan",
     "set_aside",
     "verify",
+    "verify_folder",
 ]

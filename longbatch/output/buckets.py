@@ -11,7 +11,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from longbatch.output.carried import cast
+from longbatch.output.done import fixed_bytes
+from longbatch.output.fidelity import Gaps
 from longbatch.output.files import file_checksum
+from longbatch.output.keys import join_answers
 from longbatch.output.parquet import READ_ERRORS, FileFacts, open_checked
 from longbatch.output.parts import Damage, diagnose
 from longbatch.output.schema import RESULT_FIELDS
@@ -48,10 +51,13 @@ class Chosen:
 class Buckets:
     """Files in `folder`, an empty one, that each hold one range of the final order, about 64 MiB in memory."""
 
-    def __init__(self, folder: Path, chosen: Chosen, carried: list[pa.Field], ledger: dict[str, FileFacts]) -> None:
+    def __init__(
+        self, folder: Path, chosen: Chosen, carried: list[pa.Field], ledger: dict[str, FileFacts], gaps: Gaps
+    ) -> None:
         self._folder = folder
         self._chosen = chosen
         self._ledger = ledger
+        self._gaps = gaps
         self._carried = carried
         self._schema = pa.schema([*RESULT_FIELDS, *carried, ORDER])
         self._by_file = np.lexsort((chosen.positions, chosen.files))
@@ -136,6 +142,9 @@ class Buckets:
         """The result columns with the row numbers of today, the carried columns as merged, and the order."""
         columns = [table.column(field.name).combine_chunks() for field in RESULT_FIELDS]
         columns[1] = pa.array(self._chosen.rows[orders], pa.int64())
+        if len(self._gaps):
+            place = RESULT_FIELDS.index(table.schema.field("attention"))
+            columns[place] = self._gaps.fill(columns[place], _answers(table))
         names = set(table.schema.names)
         for field in self._carried:
             if field.name in names:
@@ -146,6 +155,12 @@ class Buckets:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"bucket-{number}.arrows"
+
+
+def _answers(table: pa.Table) -> NDArray[np.bytes_]:
+    """Key and fingerprint of each row of a part: S32."""
+    key, fingerprint = (table.column(name).combine_chunks() for name in ("_key", "_fingerprint"))
+    return join_answers(fixed_bytes(key), fixed_bytes(fingerprint))
 
 
 def _row_groups(path: Path, facts: FileFacts | None) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

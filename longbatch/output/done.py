@@ -173,7 +173,7 @@ class _Builder:
         retryable = _flags(pc.struct_field(batch.column("error"), "retryable"))
         failed = np.where(retryable, np.uint8(RowState.RETRYABLE), np.uint8(RowState.FAILED))
         return (
-            join_answers(_fixed(batch.column("_key")), _fixed(batch.column("_fingerprint"))),
+            join_answers(fixed_bytes(batch.column("_key")), fixed_bytes(batch.column("_fingerprint"))),
             np.where(_flags(pc.equal(batch.column("status"), "ok")), np.uint8(RowState.OK), failed),
             batch.column("attempt").to_numpy(),
             batch.column("row").to_numpy(),
@@ -222,7 +222,7 @@ def _flags(column: pa.Array) -> NDArray[np.bool_]:
     return flags
 
 
-def _fixed(column: pa.Array) -> NDArray[np.bytes_]:
+def fixed_bytes(column: pa.Array) -> NDArray[np.bytes_]:
     """A binary(16) column without nulls as numpy S16."""
     buffer = column.buffers()[1]
     return np.frombuffer(buffer, KEY_DTYPE)[column.offset : column.offset + len(column)]

@@ -25,6 +25,7 @@ from longbatch.errors import InterruptedRun
 from longbatch.output.buckets import Buckets, Chosen, DamagedPart
 from longbatch.output.carried import unify_fields
 from longbatch.output.done import Done, RowState, best_of, scan
+from longbatch.output.fidelity import Gaps, read_gaps
 from longbatch.output.files import as_json, disk_errors, fsync_folder, replace_file
 from longbatch.output.folder import RunFolder
 from longbatch.output.keys import KeyTable, key_part
@@ -76,7 +77,8 @@ def merge(folder: RunFolder, expected: KeyTable | int, *, partial: bool = False)
             raise InterruptedRun(_incomplete(num_missing, num_changed, damage), hint=_mend(num_changed))
         if not num_missing:
             _write_off(folder, damage)
-        inputs = _inputs(done, picks, rows)
+        gaps = read_gaps(folder)
+        inputs = _inputs(done, picks, rows, gaps)
         known = read_success(folder)
         if known is not None and known.inputs == inputs and num_missing == 0 and _is_whole(folder, known):
             return known
@@ -84,7 +86,7 @@ def merge(folder: RunFolder, expected: KeyTable | int, *, partial: bool = False)
         counts = _counts(done, picks)
         del done, picks
         try:
-            return _write(folder, chosen, counts, num_missing, inputs)
+            return _write(folder, chosen, counts, num_missing, inputs, gaps)
         except DamagedPart as error:
             damage.append(error.damage)
             set_aside(folder, error.damage.path)
@@ -137,12 +139,14 @@ def _counts(done: Done, picks: NDArray[np.int64]) -> dict[str, int]:
     return counts
 
 
-def _inputs(done: Done, picks: NDArray[np.int64], rows: NDArray[np.int64]) -> str:
-    """A hash of the chosen rows, where they stand, and their order."""
+def _inputs(done: Done, picks: NDArray[np.int64], rows: NDArray[np.int64], gaps: Gaps) -> str:
+    """A hash of the chosen rows, where they stand, their order, and what was measured of them since."""
     summary = blake2b(digest_size=16)
     for path in done.paths:
         summary.update(f"{path.name} {path.stat().st_size}\n".encode())
     columns: Iterable[NDArray[Any]] = (done.answers[picks], done.files[picks], done.positions[picks], rows)
+    if len(gaps):
+        columns = (*columns, gaps.answers, gaps.gaps)
     for column in columns:
         summary.update(np.ascontiguousarray(column).view(np.uint8).data)
     return summary.hexdigest()
@@ -167,7 +171,9 @@ def _mend(num_changed: int) -> str:
     return f"{again}; changed rows run with --update" if num_changed else again
 
 
-def _write(folder: RunFolder, chosen: Chosen, counts: dict[str, int], num_missing: int, inputs: str) -> MergeSummary:
+def _write(
+    folder: RunFolder, chosen: Chosen, counts: dict[str, int], num_missing: int, inputs: str, gaps: Gaps
+) -> MergeSummary:
     with disk_errors("merge into", folder.results):
         for stale in folder.work.glob(".merge-*"):
             shutil.rmtree(stale)
@@ -175,7 +181,7 @@ def _write(folder: RunFolder, chosen: Chosen, counts: dict[str, int], num_missin
         new = work / "results"
         new.mkdir(mode=0o700, parents=True)
         try:
-            files = _write_files(folder, chosen, work, new)
+            files = _write_files(folder, chosen, work, new, gaps)
             summary = MergeSummary(len(chosen), num_missing, counts, files, inputs)
             _swap(folder, new, work / "old")
             if not num_missing:
@@ -185,10 +191,10 @@ def _write(folder: RunFolder, chosen: Chosen, counts: dict[str, int], num_missin
     return summary
 
 
-def _write_files(folder: RunFolder, chosen: Chosen, work: Path, new: Path) -> dict[str, FileFacts]:
+def _write_files(folder: RunFolder, chosen: Chosen, work: Path, new: Path, gaps: Gaps) -> dict[str, FileFacts]:
     carried = unify_fields(carried_fields(_schema(path)) for path in chosen.paths)
     schema = result_schema(pa.schema(carried))
-    buckets = Buckets(work, chosen, carried, read_ledgers(folder))
+    buckets = Buckets(work, chosen, carried, read_ledgers(folder), gaps)
     buckets.deal()
     files: dict[str, FileFacts] = {}
     sink = ParquetSink(new / "results-00000.parquet", schema)

@@ -176,8 +176,8 @@ def _attention(results: Sequence[Result]) -> pa.Array:
     columns = [
         _texts([result.attention_mode for result in results]),
         pa.array([result.attention_density for result in results], pa.float64()),
-        pa.nulls(len(results), pa.large_list(pa.large_string())),
-        pa.nulls(len(results), pa.float64()),
+        pa.array([result.attention_patterns for result in results], pa.large_list(pa.large_string())),
+        pa.array([result.attention_gap for result in results], pa.float64()),
     ]
     return _struct(ATTENTION, columns)
 

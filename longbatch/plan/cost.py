@@ -4,35 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longbatch.device import Rates
 from longbatch.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from longbatch.plan.sparse_rows import SparseRows
+
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter and of one cache entry."""
+    """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter and of one cache entry. sparse: what rows
+    that are prefilled sparse cost, None where none are."""
 
     spec: ModelSpec
     rates: Rates
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
+    sparse: SparseRows | None = None
 
     def prefill(self, prompt: np.ndarray, branch_tokens: np.ndarray | None = None) -> np.ndarray:
         """Seconds for reading each prompt: float64 [rows], for int [rows] prompts of whole waves.
 
         branch_tokens: tokens of each row's branches, every one of which attends to the whole prompt.
         """
+        is_sparse = prompt >= self.sparse.min_length if self.sparse is not None else np.zeros(len(prompt), dtype=bool)
+        return self._prefill(prompt, is_sparse, branch_tokens)
+
+    def _prefill(
+        self, prompt: np.ndarray, is_sparse: np.ndarray, branch_tokens: np.ndarray | None = None
+    ) -> np.ndarray:
         spec, rates = self.spec, self.rates
         length = prompt.astype(np.float64)
         branch = np.zeros_like(length) if branch_tokens is None else branch_tokens.astype(np.float64)
         projections = spec.matmul_flops_per_token * (length + branch) + self._head_flops * (1 + branch)
         attention = np.zeros_like(length)
         for window, flops in self._attention_flops.items():
-            attention += flops * (_causal_pairs(length, window) + branch * np.minimum(length, window or np.inf))
+            pairs = _causal_pairs(length, window)
+            if window is None:
+                pairs[is_sparse] = 0.0
+            attention += flops * (pairs + branch * np.minimum(length, window or np.inf))
         seconds: np.ndarray = projections / rates.gemm_flops + attention / rates.attention_flops
+        if self.sparse is not None and is_sparse.any():
+            seconds[is_sparse] += self.sparse.seconds(length[is_sparse])
         return seconds
 
     def decode(self, prompt: np.ndarray, generated: np.ndarray, kv_tokens: int) -> float:
@@ -57,7 +74,9 @@ class CostModel:
         times a power of two, so that rates measured a little differently cut rows in the same places."""
         sizes = unit * 2 ** np.arange(max(1, longest // unit).bit_length())
         sizes = sizes[sizes <= longest]
-        took = self.prefill(np.array([longest])) - self.prefill(longest - sizes)
+        is_sparse = self.sparse is not None and longest >= self.sparse.min_length
+        whole = self._prefill(np.array([longest]), np.array([is_sparse]))
+        took = whole - self._prefill(longest - sizes, np.full(len(sizes), is_sparse))
         return int(sizes[took <= seconds].max(initial=unit))
 
     @cached_property

@@ -21,6 +21,11 @@ _GPU_TILE_TOKENS = 8192
 _CPU_TILE_TOKENS = 512
 # Logits are float32 and made in tiles of about this size, with as much again for their log-softmax.
 _LOGIT_BYTES = GIB // 4
+# Selections of sparse rows: on a GPU counting them, and for each key and head two float32 scores, what sorts them and a
+# map of what is covered; on a CPU a mask, its distances and its bias.
+_GPU_SELECTION_BYTES = GIB // 2
+_SELECTION_KEY_BYTES = 12
+_CPU_SELECTION_BYTES = GIB // 4
 # A wave this long keeps every matrix product at full speed; more would only take pages from the cache.
 _GPU_WAVE_TOKENS = 262_144
 _CPU_WAVE_TOKENS = 16_384
@@ -61,11 +66,13 @@ def budget(
     *,
     wave_tokens: int | None = None,
     kv_tokens: int | None = None,
+    sparse_heads: int = 0,
 ) -> Budget:
     """Share out a device's memory.
 
-    kv_bytes: bytes of one cache entry. wave_tokens, kv_tokens: fixed by the user, else chosen. Raises DeviceError
-    where the weights leave no room for even a short prompt, or a fixed size does not fit.
+    kv_bytes: bytes of one cache entry. wave_tokens, kv_tokens: fixed by the user, else chosen. sparse_heads: query
+    heads of a layer where some rows are prefilled sparse, else 0. Raises DeviceError where the weights leave no room
+    for even a short prompt, or a fixed size does not fit.
     """
     activation_bytes = max(2.0, weight_bytes_per_param)
     if on_gpu:
@@ -77,10 +84,15 @@ def budget(
     weights = int(spec.num_parameters * weight_bytes_per_param)
     tile = int(tile_tokens * _tile_numbers(spec) * activation_bytes)
     logits = 2 * max(_LOGIT_BYTES, 4 * spec.vocab_size)
-    free = device_memory_bytes - reserve - weights - tile - logits
-
     wave_bytes = int(_wave_numbers(spec) * activation_bytes) + _rope_bytes(spec)
     page_bytes = int(PAGE_TOKENS * spec.kv_entries_per_token * kv_bytes)
+    free = device_memory_bytes - reserve - weights - tile - logits
+    selection = 0
+    if sparse_heads:
+        longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS)
+        selection = _GPU_SELECTION_BYTES + _SELECTION_KEY_BYTES * sparse_heads * longest
+        selection = selection if on_gpu else _CPU_SELECTION_BYTES
+        free -= selection
     if free < PAGE_TOKENS * wave_bytes + page_bytes:
         needed = device_memory_bytes - free + PAGE_TOKENS * wave_bytes + page_bytes
         raise DeviceError(
@@ -109,6 +121,7 @@ def budget(
         ("wave", wave_tokens * wave_bytes),
         ("tile", tile),
         ("logits", logits),
+        *((("selection", selection),) if selection else ()),
         ("reserve", reserve),
     )
     return Budget(wave_tokens, num_pages * PAGE_TOKENS, tile_tokens, parts, device_memory_bytes)

@@ -48,7 +48,7 @@ class PlanView:
 
     model: name or folder. dtype: resolved. num_rows: answers that the manifest asks for. num_finished: answered by
     an earlier run. refusals: rows that cannot run, for whatever reason, those the plan refused included.
-    stored: where the plan was saved. price_per_gpu_hour: as the user set it.
+    stored: where the plan was saved. price_per_gpu_hour: as the user set it. attention: how the rows will attend.
     """
 
     plan: Plan
@@ -60,6 +60,7 @@ class PlanView:
     refusals: Refusals = field(default_factory=Refusals)
     stored: Path | None = None
     price_per_gpu_hour: float | None = None
+    attention: str = "dense"
 
     @property
     def price(self) -> float | None:
@@ -75,6 +76,7 @@ class PlanView:
             "model": self.model,
             "dtype": self.dtype,
             "device": self.device.name,
+            "attention": self.attention,
             "num_rows": self.num_rows,
             "num_finished": self.num_finished,
             "num_refused": self.refusals.num_rows,
@@ -126,6 +128,7 @@ def _facts(view: PlanView) -> Table:
     table = plain_table("", "")
     table.add_row("model", f"{view.model}, {view.dtype}")
     table.add_row("device", view.device.name)
+    table.add_row("attention", view.attention)
     table.add_row("rows", ", ".join(rows))
     table.add_row(
         "tokens",

@@ -74,7 +74,8 @@ class Feed:
         """Results with what only the run knows filled in."""
         for result in results:
             loaded = self.loaded.pop(result.key)
-            result.attention_mode, result.attention_density = "dense", 1.0
+            if result.attention_mode is None:
+                result.attention_mode, result.attention_density = "dense", 1.0
             complete(result, loaded)
             yield result, loaded
 

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from longbatch.config import Settings
-from longbatch.errors import ExitCode, InterruptedRun
-from longbatch.output import MergeSummary, RunFolder, merge, recover
+from longbatch.errors import ExitCode, FidelityError, InterruptedRun
+from longbatch.output import Fidelity, MergeSummary, RunFolder, fidelity, merge, recover, result_files
 from longbatch.report.units import count_text, rate_text, seconds_text
+from longbatch.run.attention import RunAttention
 from longbatch.run.index import RowIndex
 from longbatch.run.job import SPOOL
 from longbatch.run.owner import WHOLE_RUN, Owner
 from longbatch.run.planning import index_path
+from longbatch.run.stored import read_command
 from longbatch.run.supervisor import Tally
 
 
@@ -56,16 +58,32 @@ class Work:
         )
 
 
-def exit_code(settings: Settings, summary: MergeSummary) -> ExitCode:
-    """OK, or FAILED_ROWS when more rows failed than --allow-failures lets pass."""
+def exit_code(settings: Settings, summary: MergeSummary, found: Fidelity) -> ExitCode:
+    """OK; FIDELITY when a measured gap is larger than --max-gap, whatever else; or FAILED_ROWS when more rows failed
+    than --allow-failures lets pass."""
+    if too_far(found.worst_gap, settings.max_gap):
+        return ExitCode.FIDELITY
     if summary.num_failed > settings.allowed_failures(summary.num_rows):
         return ExitCode.FAILED_ROWS
     return ExitCode.OK
 
 
+def too_far(worst_gap: float, max_gap: float | None) -> bool:
+    """Whether a measured gap is larger than allowed."""
+    return max_gap is not None and worst_gap > max_gap
+
+
+def too_far_error(max_gap: float | None) -> FidelityError:
+    """What a run ends with then; its results are complete all the same."""
+    return FidelityError(
+        f"the gap between sparse and dense attention is larger than --max-gap {max_gap:g}",
+        hint="the column attention.gap shows the rows; run with a profile of smaller --tolerance, or --attention dense",
+    )
+
+
 def merge_folder(out: Path, *, partial: bool) -> ExitCode:
     """`longbatch merge`: by the index that the run stored. Raises UsageError, InterruptedRun, DiskError; RunningError
-    while the run or one of its shares is under way."""
+    while the run or one of its shares is under way; FidelityError as the run does."""
     folder = RunFolder.open(out)
     with Owner.acquire(folder.work, WHOLE_RUN):
         recover(folder)
@@ -77,7 +95,12 @@ def merge_folder(out: Path, *, partial: bool) -> ExitCode:
         summary = merge(folder, index.keys, partial=partial)
         if not summary.num_missing:
             remove_copies(folder)
-    print("\n".join(summary_lines(folder, summary, Work())), file=sys.stderr)
+    found = fidelity(result_files(folder))
+    told = [f"attention: {_sparse_text(found)}", *_gap_lines(found)] if found.num_sparse else []
+    print("\n".join(summary_lines(folder, summary, Work(), told)), file=sys.stderr)
+    max_gap = read_command(folder.work).values.get("max_gap")
+    if too_far(found.worst_gap, max_gap):
+        raise too_far_error(max_gap)
     return ExitCode.FAILED_ROWS if summary.num_failed else ExitCode.OK
 
 
@@ -89,8 +112,8 @@ def remove_copies(folder: RunFolder, spill: Path | None = None) -> None:
         shutil.rmtree(spill / folder.run_id, ignore_errors=True)
 
 
-def summary_lines(folder: RunFolder, summary: MergeSummary, work: Work) -> list[str]:
-    """What stands on the screen at the end."""
+def summary_lines(folder: RunFolder, summary: MergeSummary, work: Work, attention: list[str]) -> list[str]:
+    """What stands on the screen at the end. attention: the lines about it."""
     failed = [f"{count:,} {kind}" for kind, count in summary.counts.items() if kind != "ok"]
     lines = [f"{summary.num_rows:,} rows: {summary.counts['ok']:,} ok" + "".join(f", {text}" for text in failed)]
     if summary.num_missing:
@@ -99,14 +122,49 @@ def summary_lines(folder: RunFolder, summary: MergeSummary, work: Work) -> list[
         tokens = f"{count_text(work.prompt_tokens)} tokens read, {count_text(work.generated_tokens)} generated"
         rate = rate_text((work.prompt_tokens + work.generated_tokens) / max(work.seconds, 1e-9))
         lines.append(f"this run: {work.rows:,} rows, {tokens} in {seconds_text(work.seconds)} ({rate} tok/s)")
+    lines += attention
     lines.append(f"results: {folder.results}/*.parquet")
     if failed:
         lines.append(f"failed rows have the reason in the column error; longbatch export {folder.path} - shows them")
     return lines
 
 
-def summary_json(folder: RunFolder, summary: MergeSummary, work: Work) -> dict[str, Any]:
+def attention_lines(attention: RunAttention, found: Fidelity, settings: Settings) -> list[str]:
+    """How the rows attended, and how far that is from dense attention where it was measured."""
+    if not attention.is_sparse:
+        return [f"attention: dense ({attention.why})"]
+    if not found.num_sparse:
+        return [f"attention: dense (no row reaches {attention.min_length:,} tokens; {attention.source})"]
+    lines = [f"attention: {_sparse_text(found, attention.source)}", *_gap_lines(found)]
+    if settings.verify_sample and not found.num_measured:
+        lines.append("gap to dense attention: no row could be measured")
+    if too_far(found.worst_gap, settings.max_gap):
+        lines[-1] += f": more than --max-gap {settings.max_gap:g}"
+    return lines
+
+
+def _sparse_text(found: Fidelity, source: str = "") -> str:
+    rows = "1 row" if found.num_sparse == 1 else f"{found.num_sparse:,} rows"
+    return f"sparse{f' ({source})' if source else ''}, {rows}, mean density {found.mean_density:.1%}"
+
+
+def _gap_lines(found: Fidelity) -> list[str]:
+    if not found.num_measured:
+        return []
+    rows = "1 row" if found.num_measured == 1 else f"{found.num_measured:,} rows"
+    gaps = f"{found.mean_gap:.3g} nats a token over {rows}, at most {found.worst_gap:.3g}"
+    return [f"gap to dense attention: {gaps}"]
+
+
+def attention_json(attention: RunAttention, found: Fidelity) -> dict[str, Any]:
     """The same for programs."""
+    return {"mode": "sparse" if found.num_sparse else "dense", "settings": attention.describe(), **asdict(found)}
+
+
+def summary_json(
+    folder: RunFolder, summary: MergeSummary, work: Work, attention: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The whole summary for programs."""
     return {
         "out": str(folder.path),
         "rows": summary.num_rows,
@@ -115,6 +173,7 @@ def summary_json(folder: RunFolder, summary: MergeSummary, work: Work) -> dict[s
         "errors": {kind: count for kind, count in summary.counts.items() if kind != "ok"},
         "missing": summary.num_missing,
         "results": [str(folder.results / name) for name in summary.files],
+        "attention": attention,
         "run": asdict(work),
     }
 

@@ -19,20 +19,24 @@ from longbatch.errors import UsageError
 from longbatch.folders import cache_folder
 from longbatch.manifest import Manifest, ManifestOptions
 from longbatch.models import ModelSpec, model_hash, read_spec
+from longbatch.output import RunFolder
 from longbatch.plan import Budget, CostModel, budget
 from longbatch.prompt import PromptBuilder
+from longbatch.run.attention import Device, RunAttention, resolve_attention, stored_length
 
 SPOOL = "spool"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Settings whose value is not itself what changes answers: the model's files are, by their hash, and the resolved dtype.
-_RESOLVED = ("model", "dtype")
+# Settings whose value is not itself what changes answers: the model's files are, by their hash, the resolved dtype, and
+# what the settings of attention come to.
+_RESOLVED = ("model", "dtype", "attention", "profile", "min_sparse_length")
 _VERSIONS = ("torch", "triton", "tokenizers", "numpy", "pyarrow")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
     """What a worker is started with. worker: the folder that only it writes to. rank: its number among the workers.
-    engine: `module:function` that makes the engine. started: wall-clock time at which the run began to work."""
+    engine: `module:function` that makes the engine. started: wall-clock time at which the run began to work. spool:
+    where the run keeps local copies of its sources."""
 
     settings: Settings
     sources: list[str]
@@ -40,17 +44,20 @@ class WorkerSetup:
     model_dir: Path
     device: DeviceInfo
     dtype: str
+    attention: RunAttention
     budget: Budget
     worker: str
     attempt: int
     rank: int
     engine: str
     started: float
+    spool: Path
 
     def as_json(self) -> dict[str, Any]:
         """JSON values for `from_json`."""
-        values = asdict(self)
-        return {**values, "settings": self.settings.as_dict(), "out": str(self.out), "model_dir": str(self.model_dir)}
+        paths = {name: str(getattr(self, name)) for name in ("out", "model_dir", "spool")}
+        values = asdict(replace(self, attention=RunAttention()))
+        return {**values, **paths, "settings": self.settings.as_dict(), "attention": self.attention.as_json()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> WorkerSetup:
@@ -63,6 +70,8 @@ class WorkerSetup:
                 "settings": Settings.from_dict(values["settings"]),
                 "out": Path(values["out"]),
                 "model_dir": Path(values["model_dir"]),
+                "spool": Path(values["spool"]),
+                "attention": RunAttention.from_json(values["attention"]),
                 "device": DeviceInfo(**device),
                 "budget": Budget(**budget),
             }
@@ -71,7 +80,8 @@ class WorkerSetup:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything about a run that is known before weights are loaded. Making one imports no torch."""
+    """Everything about a run that is known before weights are loaded. Making one imports no torch. rates, model_hash:
+    of its device and its model, only where the job plans, not in a worker."""
 
     settings: Settings
     sources: list[str]
@@ -82,6 +92,8 @@ class Job:
     devices: tuple[DeviceInfo, ...]
     dtype: str
     rates: Rates | None
+    attention: RunAttention
+    model_hash: str = ""
 
     @classmethod
     def open(cls, settings: Settings, sources: list[str], say: Callable[[str], None]) -> Job:
@@ -91,13 +103,18 @@ class Job:
         """
         model_dir = find_model(settings.model, say)
         devices, dtype, measured = survey(settings.gpus, settings.dtype, cache_folder())
-        return cls._assemble(settings, sources, model_dir, devices, dtype, measured)
+        job = cls._assemble(settings, sources, model_dir, devices, dtype, measured, RunAttention())
+        digest = model_hash(model_dir)
+        found = resolve_attention(settings, job.spec, digest, Device(devices[0], dtype))
+        return replace(job, attention=found, model_hash=digest)
 
     @classmethod
     def reopen(cls, setup: WorkerSetup) -> Job:
         """The same job in a worker, for its device; nothing is looked for or fetched again."""
-        job = cls._assemble(setup.settings, setup.sources, setup.model_dir, [setup.device], setup.dtype, None)
-        job.manifest.spool(setup.out / "_work" / SPOOL)
+        job = cls._assemble(
+            setup.settings, setup.sources, setup.model_dir, [setup.device], setup.dtype, None, setup.attention
+        )
+        job.manifest.spool(setup.spool)
         return job
 
     @classmethod
@@ -109,6 +126,7 @@ class Job:
         devices: list[DeviceInfo],
         dtype: str,
         measured: Rates | None,
+        attention: RunAttention,
     ) -> Job:
         options = ManifestOptions(
             task=settings.task,
@@ -132,7 +150,7 @@ class Job:
             document_root=manifest.root,
             default_max_tokens=settings.max_tokens,
         )
-        return cls(settings, sources, model_dir, spec, manifest, builder, tuple(devices), dtype, measured)
+        return cls(settings, sources, model_dir, spec, manifest, builder, tuple(devices), dtype, measured, attention)
 
     @property
     def device(self) -> DeviceInfo:
@@ -145,8 +163,9 @@ class Job:
         template = self.builder.template
         return {
             **chosen,
+            **self.attention.identity(),
             "dtype": self.dtype,
-            "model_hash": model_hash(self.model_dir),
+            "model_hash": self.model_hash,
             "tokenizer_hash": self.builder.tokenizer.hash,
             "template_hash": None if template is None else template.hash,
         }
@@ -178,6 +197,7 @@ class Job:
             device.on_gpu,
             wave_tokens=self.settings.wave_tokens,
             kv_tokens=self.settings.kv_tokens,
+            sparse_heads=max(layer.num_heads for layer in self.spec.layers) if self.attention.is_sparse else 0,
         )
         if self.settings.spill is None:
             return shares
@@ -187,10 +207,31 @@ class Job:
         return replace(shares, chunk_tokens=chunk)
 
     def cost(self) -> CostModel:
-        """Predicted times, from the device's rates; only where the job plans, not in a worker."""
+        """Predicted times, from the device's rates. Raises DeviceError where sparse ones cannot be measured."""
         assert self.rates is not None
         width = DTYPE_BYTES[self.dtype]
-        return CostModel(self.spec, self.rates, width, width)
+        sparse = (
+            self.attention.rows(self.spec, Device(self.device, self.dtype).rates) if self.attention.is_sparse else None
+        )
+        return CostModel(self.spec, self.rates, width, width, sparse)
+
+
+def open_folder(job: Job) -> tuple[Job, RunFolder]:
+    """The job's run folder, started or continued. Raises UsageError, DiskError.
+
+    Of several processes that start at once, each with a least length of sparse rows that it measured, the one that
+    starts the run decides for all.
+    """
+    assert job.settings.out is not None
+    try:
+        return job, RunFolder.create_or_open(job.settings.out, job.identity(), job.info())
+    except UsageError:
+        stored = stored_length(job.settings.out)
+        if not job.attention.is_sparse or job.settings.min_sparse_length is not None or stored is None:
+            raise
+    job = replace(job, attention=replace(job.attention, min_length=stored))
+    assert job.settings.out is not None
+    return job, RunFolder.create_or_open(job.settings.out, job.identity(), job.info())
 
 
 def find_model(model: str | None, say: Callable[[str], None]) -> Path:

@@ -18,10 +18,11 @@ from longbatch.output import Done, RowState, RunFolder, scan
 from longbatch.output.keys import key_part
 from longbatch.plan import CostModel, Plan
 from longbatch.plan import make_plan as pack
+from longbatch.plan.sparse_rates import REFERENCE
 from longbatch.report.plan_view import PlanView, Refusals
 from longbatch.run.control import RetryMarks
 from longbatch.run.index import RowIndex
-from longbatch.run.job import Job, say_on_stderr
+from longbatch.run.job import Job, open_folder, say_on_stderr
 from longbatch.run.shard import Shard, deal
 
 INDEX_FILE = "index.parquet"
@@ -124,7 +125,8 @@ def _refuse_changes(index: RowIndex, states: np.ndarray, done: Done | None) -> N
 
 def _fixed_work(job: Job, index: RowIndex) -> np.ndarray:
     """Estimated work of each entry, from its lengths alone: the same on every machine."""
-    cost = CostModel(job.spec, Rates(1e14, 1e14, 1e12))
+    rates = Rates(REFERENCE.dense_flops, REFERENCE.dense_flops, 1e12)
+    cost = CostModel(job.spec, rates, sparse=job.attention.rows(job.spec, REFERENCE))
     entries = index.entries
     work: np.ndarray = cost.prefill(entries["prompt"], entries["branch_tokens"])
     work += entries["generated"] * cost.prefill(np.array([1]))[0]
@@ -136,7 +138,7 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
     job = Job.open(settings, sources, say_on_stderr)
     folder = None
     if settings.out is not None:
-        folder = RunFolder.create_or_open(settings.out, job.identity(), job.info())
+        job, folder = open_folder(job)
     index = get_index(job, folder)
     shard = Shard.parse(settings.shard, os.environ)
     done, marks = (None, None) if folder is None else (scan(folder), RetryMarks.load(folder.work))
@@ -154,4 +156,5 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
         refusals=refusals,
         stored=None if folder is None else folder.path,
         price_per_gpu_hour=settings.price_per_gpu_hour,
+        attention=job.attention.describe(),
     )

@@ -23,7 +23,7 @@ from longbatch.run.owner import find_holders
 from longbatch.run.planning import index_path
 
 WRITE_SECONDS = 2.0
-STATES = ("starting", "planning", "running", "stopping", "merging", "finished", "interrupted", "failed")
+STATES = ("starting", "planning", "running", "verifying", "stopping", "merging", "finished", "interrupted", "failed")
 ENDED = frozenset({"finished", "interrupted", "failed"})
 _log = logging.getLogger("longbatch")
 

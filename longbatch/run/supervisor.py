@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from longbatch.run.dispatch import Assignment, Dispatcher, Verdict
 from longbatch.run.failures import Failures
 from longbatch.run.feed import read_entry
 from longbatch.run.inflight import INTERRUPTED, Strike, StrikeBook, clear_begun
-from longbatch.run.job import Job, WorkerSetup
+from longbatch.run.job import SPOOL, Job, WorkerSetup
 from longbatch.run.planning import Remaining
 from longbatch.run.process import WorkerProcess, newest_attempt
 
@@ -73,7 +74,8 @@ class Supervisor:
     """Runs the plan of a job to its end, or until it is told to stop.
 
     prefix: what the names of the workers begin with, so that several supervisors can share a run folder. engine:
-    `module:function` that makes the engine in a worker.
+    `module:function` that makes the engine in a worker. spool: where local copies of the sources are, in the run folder
+    if unset.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Supervisor:
         *,
         prefix: str = "",
         engine: str = ENGINE,
+        spool: Path | None = None,
     ) -> None:
         self._job = job
         self._folder = folder
@@ -94,6 +97,7 @@ class Supervisor:
         self.failures = failures
         self._prefix = prefix
         self._engine = engine
+        self._spool = spool or folder.work / SPOOL
         self.started = time.time()
         self._begin = time.monotonic()
         self.tally = Tally()
@@ -238,12 +242,14 @@ class Supervisor:
             model_dir=self._job.model_dir,
             device=device,
             dtype=self._job.dtype,
+            attention=self._job.attention,
             budget=self._left.plan.budget,
             worker=name,
             attempt=attempt,
             rank=rank,
             engine=self._engine,
             started=self.started,
+            spool=self._spool,
         )
         worker = WorkerProcess.start(setup, self._folder.logs)
         self.workers.append(worker)

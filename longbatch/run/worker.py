@@ -35,6 +35,7 @@ from longbatch.run.job import Job, WorkerSetup
 
 if TYPE_CHECKING:
     from longbatch.engine import Engine
+    from longbatch.engine.verification import VerifyingEngine
 
 BEAT_SECONDS = 1.0
 # How long a result usually takes into the journal.
@@ -221,7 +222,7 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
     import torch
 
     from longbatch.cache import PAGE_TOKENS, KVCache
-    from longbatch.engine import Engine, EngineLimits, Spill, warm_up
+    from longbatch.engine import Engine, EngineAttention, EngineLimits, Spill, warm_up
     from longbatch.models import load
 
     settings, budget = job.settings, setup.budget
@@ -243,6 +244,8 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
     tokenizer = job.builder.tokenizer
     named = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     engine = Engine(model, tokenizer, cache, limits, eos_ids=frozenset((*job.spec.eos_ids, *named)))
+    if setup.attention.is_sparse:
+        engine.attention = EngineAttention.of(job.spec, setup.attention.layers, setup.attention.min_length)
     if setup.device.on_gpu:
         warm_up(engine)
     if settings.spill is not None:
@@ -250,6 +253,15 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
         run = RunFolder.open(setup.out)
         engine.spill = Spill(settings.spill / run.run_id, run.identity["model_hash"])
     return engine
+
+
+def load_verifier(job: Job, setup: WorkerSetup) -> VerifyingEngine:
+    """What runs rows again to measure how far sparse attention is from dense."""
+    from longbatch.engine.verification import VerifyingEngine
+
+    engine = load_engine(job, setup)
+    engine.spill = None
+    return VerifyingEngine(engine)
 
 
 def _die_with_parent() -> None:

@@ -1,36 +1,18 @@
-"""Settings of a run and where each value came from. Torch-free.
-
-One frozen dataclass holds every setting that something reads. A value is taken from the first of: a flag, an
-environment variable `LONGBATCH_NAME`, the project's file (`longbatch.toml` in the working folder, else the table
-`[tool.longbatch]` of its `pyproject.toml`, or the file named by `--config`), the user's file
-(`~/.config/longbatch/config.toml`), the default. A key that is not a setting is an error, in all of them.
-"""
+"""Every setting of a run: its type, its range, its default, and whether it can change answers. Torch-free."""
 
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from longbatch.errors import UsageError
-from longbatch.folders import user_file
+from longbatch.sparsity import PatternSpec
 
-PREFIX = "LONGBATCH_"
-# Environment variables with our prefix that are no settings: each is read where its comment says.
-OTHER_VARIABLES = frozenset(
-    {
-        "LONGBATCH_CACHE_DIR",  # folders.cache_folder()
-        "LONGBATCH_CONFIG",  # resolve(): the same as --config
-        "LONGBATCH_EXIT_CODE",  # told to the --on-finish command, which may call longbatch
-        "LONGBATCH_SUMMARY",  # likewise
-    }
-)
 _SIZE_UNITS = {
     "": 1,
     "k": 10**3,
@@ -55,6 +37,7 @@ def _setting(
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
     pattern: str | None = None,
+    check: Callable[[Any], object] | None = None,
 ) -> Any:
     metadata = {
         "help": help,
@@ -62,6 +45,7 @@ def _setting(
         "choices": choices,
         "minimum": minimum,
         "pattern": pattern,
+        "check": check,
     }
     return field(default=default, metadata=metadata)
 
@@ -129,6 +113,30 @@ class Settings:
     seed: int = _setting(
         0, "seed of the run; a row's own seed comes from it, the id and the sample", output_changing=True
     )
+    attention: str = _setting(
+        "auto",
+        "prefill of long rows: auto is sparse with a --profile of this model and dense without one; dense; or one "
+        "pattern for every head, such as a_shape:sinks=128,window=3968",
+        output_changing=True,
+        check=lambda text: text in ("auto", "dense") or PatternSpec.parse(text),
+    )
+    profile: Path | None = _setting(
+        None, "file of `longbatch profile` that names each head's pattern", output_changing=True
+    )
+    min_sparse_length: int | None = _setting(
+        None,
+        "tokens from which a prompt is prefilled sparse; where sparse gets faster on the device if unset",
+        output_changing=True,
+        minimum=0,
+    )
+    verify_sample: int = _setting(
+        0, "rows that ran sparse, short and long ones, run dense again at the end to measure the gap", minimum=0
+    )
+    max_gap: float | None = _setting(
+        None,
+        "largest measured gap, the mean distance of a token's log-probability from dense in nats, without exit code 7",
+        minimum=0,
+    )
     ignore_unsupported: bool = _setting(
         False,
         "run rows with request fields that have no effect here, such as tools, instead of refusing them",
@@ -185,6 +193,8 @@ class Settings:
             value = getattr(self, item.name)
             if value is not None:
                 _check(item.name, value, item.metadata)
+        if self.max_gap is not None and not self.verify_sample:
+            raise UsageError("max_gap needs rows to measure", hint="give --verify-sample N, such as 20")
 
     def allowed_failures(self, num_rows: int) -> int:
         """Failed rows among `num_rows` that still count as success."""
@@ -199,21 +209,13 @@ class Settings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
         """The settings that `as_dict` described; no file and no variable is read."""
-        return cls(**{name: _convert(name, value, "settings") for name, value in values.items() if value is not None})
+        return cls(**{name: convert(name, value, "settings") for name, value in values.items() if value is not None})
 
     def identity(self) -> dict[str, Any]:
         """The settings that can change answers, as JSON values, by name."""
         return {
             item.name: _plain(getattr(self, item.name)) for item in fields(self) if item.metadata["output_changing"]
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """Settings and, by name, where each value came from: `flag --NAME`, a variable, a file, or `default`."""
-
-    settings: Settings
-    origins: dict[str, str]
 
 
 def flag_name(name: str) -> str:
@@ -237,105 +239,7 @@ def is_switch(name: str) -> bool:
     return _HINTS[name] is bool
 
 
-def resolve(
-    flags: Mapping[str, Any],
-    *,
-    config_file: Path | None = None,
-    environ: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-) -> Resolved:
-    """Settings from flags (None and () mean not given), environment, files and defaults, in this order.
-
-    `config_file` takes the place of the project's file. Raises UsageError for an unknown key, a value of the
-    wrong type or outside its range, naming where it stands.
-    """
-    environ = os.environ if environ is None else environ
-    folder = Path.cwd() if folder is None else folder
-    if config_file is None and environ.get(PREFIX + "CONFIG"):
-        config_file = Path(environ[PREFIX + "CONFIG"])
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    layers = [
-        _from_flags(flags),
-        _from_environment(environ),
-        _from_project(config_file, folder),
-        _from_user(environ),
-    ]
-    for layer in layers:
-        for name, (value, origin) in layer.items():
-            if name not in values:
-                values[name] = _convert(name, value, origin)
-                origins[name] = origin
-    for name in _HINTS:
-        origins.setdefault(name, "default")
-    return Resolved(Settings(**values), origins)
-
-
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    given = {name: value for name, value in flags.items() if value is not None and value != ()}
-    for name in given:
-        _known(name, "flags")
-    return {name: (value, f"flag {flag_name(name)}") for name, value in given.items()}
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {}
-    for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES or value == "":
-            continue
-        name = variable[len(PREFIX) :].lower()
-        _known(name, f"environment variable {variable}", style=lambda known: PREFIX + known.upper())
-        found[name] = (value, f"environment {variable}")
-    return found
-
-
-def _from_project(config_file: Path | None, folder: Path) -> dict[str, tuple[Any, str]]:
-    if config_file is not None:
-        if not config_file.is_file():
-            raise UsageError(f"settings file {config_file} does not exist")
-        return _from_table(_read_toml(config_file), str(config_file))
-    own = folder / "longbatch.toml"
-    if own.is_file():
-        return _from_table(_read_toml(own), "longbatch.toml")
-    shared = folder / "pyproject.toml"
-    if shared.is_file():
-        table = _read_toml(shared).get("tool", {}).get("longbatch", {})
-        return _from_table(table, "pyproject.toml [tool.longbatch]")
-    return {}
-
-
-def _from_user(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    path = user_file(environ)
-    return _from_table(_read_toml(path), str(path)) if path.is_file() else {}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _from_table(table: Mapping[str, Any], origin: str) -> dict[str, tuple[Any, str]]:
-    found: dict[str, tuple[Any, str]] = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        _known(name, origin)
-        found[name] = (value, origin)
-    return found
-
-
-def _known(name: str, place: str, style: Any = str) -> None:
-    if name in _HINTS:
-        return
-    near = difflib.get_close_matches(name, list(_HINTS), n=1, cutoff=0.6)
-    hint = f"did you mean {style(near[0])}?" if near else "see `longbatch config --show` for the settings there are"
-    raise UsageError(f"unknown setting {name!r} in {place}", hint=hint)
-
-
-def _convert(name: str, value: Any, origin: str) -> Any:
+def convert(name: str, value: Any, origin: str) -> Any:
     """`value`, from TOML, the environment or a flag, as the setting's type, checked."""
     kind = _HINTS[name]
     if get_origin(kind) in (Union, types.UnionType):
@@ -395,6 +299,8 @@ def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise UsageError(f"{name} must be at least {minimum}, not {value}")
     if metadata["pattern"] and re.fullmatch(metadata["pattern"], value) is None:
         raise UsageError(f"{name} has no meaning as {value!r}", hint=f"{name}: {metadata['help']}")
+    if metadata["check"]:
+        metadata["check"](value)
 
 
 def _plain(value: Any) -> Any:
@@ -406,3 +312,5 @@ def _plain(value: Any) -> Any:
 _KIND_NAMES: dict[Any, str] = {int: "whole number", float: "number", str: "string", Path: "path"}
 _HINTS: dict[str, Any] = get_type_hints(Settings)
 _METADATA: dict[str, Mapping[str, Any]] = {item.name: item.metadata for item in fields(Settings)}
+# Every setting by name.
+NAMES = tuple(_HINTS)

@@ -1,0 +1,277 @@
+"""Sparse attention of one layer: its patterns select, and exactly what they selected is computed.
+
+On a GPU kernels do that. Elsewhere, and in float32, each selection becomes a mask, a bounded number of rows at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longbatch.attention.selection import Blocks, Ranges
+from longbatch.attention.state import State, masked
+
+if TYPE_CHECKING:
+    from longbatch.sparsity import LayerPatterns
+
+# A mask holds at most this many entries.
+MASK_ENTRIES = 1 << 24
+
+
+@dataclass(slots=True)
+class LayerSelection:
+    """What one layer selected for rows rows[0]..rows[1]-1 of one sequence.
+
+    ranges: of the heads whose patterns give ranges, in disjoint intervals of rows that cover them, each with what the
+    kernel wants beside it; empty where no head has such a pattern. summaries: what the other patterns want to know of
+    the keys. pairs_each: pairs of query and key that are computed for each selection, float64 [S]; those of blocks are
+    added tile by tile. heads_each: query heads that use a selection.
+    """
+
+    rows: tuple[int, int]
+    ranges: list[tuple[Ranges, Any]]
+    summaries: tuple[Tensor | None, ...]
+    pairs_each: Tensor
+    heads_each: int
+
+    @property
+    def pairs(self) -> Tensor:
+        """Pairs computed so far over all query heads: float64, one number."""
+        return self.pairs_each.sum() * self.heads_each
+
+
+class SparseLayer:
+    """The patterns of one layer. Selections are numbered like its query heads, or like its key/value heads where the
+    heads of a group share one."""
+
+    def __init__(self, patterns: LayerPatterns, num_heads: int, num_kv_heads: int, scale: float) -> None:
+        from longbatch.attention.patterns import last_queries
+
+        self.patterns = patterns
+        self.scale = scale
+        self._num_heads, self._num_kv = num_heads, num_kv_heads
+        self._heads_each = num_heads // len(patterns.heads)
+        places = range(len(patterns.heads))
+        self._ranges = [place for place in places if patterns.heads[place].kind == "ranges"]
+        self._blocks = [place for place in places if patterns.heads[place].kind == "blocks"]
+        # Queries that `select` looks at.
+        self.last_queries = last_queries(patterns.heads)
+        self._device_lists = cache(self._make_lists)
+
+    def select(
+        self,
+        q_last: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q_offset: int,
+        rows: tuple[int, int],
+        counted: tuple[int, int] | None = None,
+    ) -> LayerSelection:
+        """Select for rows rows[0]..rows[1]-1.
+
+        q_last: the last queries [m, H, D], which stand at q_offset..q_offset+m-1, or None where none are looked at.
+        k, v: [N, Hkv, D], keys and values of positions 0..N-1; the last row and the last query are at N-1. counted: the
+        rows that will be attended, where these are not all.
+        """
+        from longbatch.attention.patterns import select_ranges, summarize_blocks
+
+        heads = self.patterns.heads
+        pairs = torch.zeros(len(heads), dtype=torch.float64, device=k.device)
+        found: tuple[Ranges, ...] = ()
+        if self._ranges:
+            found = select_ranges(
+                k.new_empty((0, self._num_heads, k.shape[2])) if q_last is None else q_last,
+                k,
+                [heads[place] for place in self._ranges],
+                shared=self.patterns.shared,
+                scale=self.scale,
+                q_offset=q_offset,
+                rows=rows,
+                selections=self._ranges,
+            )
+            start, stop = counted or rows
+            for ranges in found:
+                low, high = max(start, ranges.rows[0]), min(stop, ranges.rows[1])
+                if low < high:
+                    pairs[self._ranges] += ranges.pairs(low, high, k.shape[0])
+        prepared = [(ranges, self._prepared(ranges, k, v) if _has_kernels(k) else None) for ranges in found]
+        summaries = summarize_blocks(k, [heads[place] for place in self._blocks]) if self._blocks else ()
+        return LayerSelection(rows, prepared, summaries, pairs, self._heads_each)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, selection: LayerSelection, *, q_offset: int) -> State:
+        """Attention of queries [n, H, D] at positions q_offset..q_offset+n-1, which are among the selection's rows,
+        over the k and v that it was made of. A query that sees no key gives 0 and a log-sum-exp of -inf."""
+        blocks = self._selected_blocks(q, k, selection, q_offset)
+        stop = q_offset + q.shape[0]
+        cuts = {q_offset, stop}
+        for ranges, _ in selection.ranges:
+            cuts |= {row for row in ranges.rows if q_offset < row < stop}
+        bounds = sorted(cuts)
+        attend = self._with_kernels if _has_kernels(q) else self._with_masks
+        states = [
+            attend(q[low - q_offset : high - q_offset], k, v, _at(selection, low), blocks, low)
+            for low, high in pairwise(bounds)
+        ]
+        if len(states) == 1:
+            return states[0]
+        return State(torch.cat([state.out for state in states]), torch.cat([state.lse for state in states], dim=1))
+
+    def _selected_blocks(
+        self, q: Tensor, k: Tensor, selection: LayerSelection, q_offset: int
+    ) -> list[tuple[list[int], Blocks]]:
+        """The tile's own selections, with their numbers; they are counted here."""
+        from longbatch.attention.patterns import select_blocks
+
+        if not self._blocks:
+            return []
+        found = select_blocks(
+            q,
+            k,
+            [self.patterns.heads[place] for place in self._blocks],
+            shared=self.patterns.shared,
+            scale=self.scale,
+            q_offset=q_offset,
+            selections=self._blocks,
+            summaries=selection.summaries,
+        )
+        for part in found:
+            selection.pairs_each[list(part.selections)] += part.blocks.pairs(
+                q_offset, q_offset + q.shape[0], k.shape[0]
+            )
+        return [(list(part.selections), part.blocks) for part in found]
+
+    # ------------------------------------------------------------------------------------- by masks
+
+    def _with_masks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranges: tuple[Ranges, Any] | None,
+        blocks: list[tuple[list[int], Blocks]],
+        q_offset: int,
+    ) -> State:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        parts: list[tuple[list[int], Ranges | Blocks]] = [*blocks]
+        if ranges is not None:
+            parts.append((self._ranges, ranges[0]))
+        for places, selected in parts:
+            for number, place in enumerate(places):
+                heads = slice(place * self._heads_each, (place + 1) * self._heads_each)
+                kv = place * self._heads_each * self._num_kv // self._num_heads
+                own = slice(kv, kv + 1)
+                state = _masked_rows(q[:, heads], k[:, own], v[:, own], selected, number, q_offset, self.scale)
+                out[:, heads], lse[heads] = state
+        return State(out, lse)
+
+    # ------------------------------------------------------------------------------------- by kernels
+
+    def _prepared(self, ranges: Ranges, k: Tensor, v: Tensor) -> Any:
+        from longbatch_kernels.range_attention import prepare
+        from longbatch_kernels.range_index import PackedPrompt
+
+        rows = [-1] * self._num_heads
+        for number, place in enumerate(self._ranges):
+            for head in range(place * self._heads_each, (place + 1) * self._heads_each):
+                rows[head] = number
+        start, stop = ranges.rows
+        prompt = PackedPrompt(0, stop - start, start, 0, k.shape[0])
+        return prepare(ranges, k, v, selections=[rows], prompts=[prompt])
+
+    def _with_kernels(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranges: tuple[Ranges, Any] | None,
+        blocks: list[tuple[list[int], Blocks]],
+        q_offset: int,
+    ) -> State:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        if ranges is not None:
+            from longbatch_kernels.range_attention import range_attention
+
+            range_attention(q, k, v, ranges[1], scale=self.scale, q_offset=q_offset, out=out, lse=lse)
+        if blocks:
+            from longbatch_kernels.block_attention import block_attention
+
+            for places, selected in blocks:
+                heads, numbers = self._device_lists(tuple(places), q.device)
+                block_attention(
+                    q,
+                    k,
+                    v,
+                    selected.indices,
+                    selected.counts,
+                    block_rows=selected.block_rows,
+                    block_keys=selected.block_keys,
+                    first_row=selected.first_row,
+                    heads=heads,
+                    selections=numbers,
+                    q_offset=q_offset,
+                    scale=self.scale,
+                    share=self._heads_each,
+                    out=out,
+                    lse=lse,
+                )
+        return State(out, lse)
+
+    def _make_lists(self, places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The query heads of some selections, and for each of them the selection's place among those."""
+        each = self._heads_each
+        heads = [head for place in places for head in range(place * each, (place + 1) * each)]
+        numbers = [number for number in range(len(places)) for _ in range(each)]
+        return (
+            torch.tensor(heads, dtype=torch.int32, device=device),
+            torch.tensor(numbers, dtype=torch.int32, device=device),
+        )
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype != torch.float32
+
+
+def _at(selection: LayerSelection, row: int) -> tuple[Ranges, Any] | None:
+    """The ranges that hold for a row."""
+    return next((found for found in selection.ranges if found[0].rows[0] <= row < found[0].rows[1]), None)
+
+
+def _masked_rows(
+    q: Tensor, k: Tensor, v: Tensor, selected: Ranges | Blocks, number: int, q_offset: int, scale: float
+) -> State:
+    """Queries [n, h, D] of one selection over its one key head [N, 1, D], a bounded number of rows at a time. Keys that
+    none of the rows sees are left out."""
+    states = []
+    num_keys = min(k.shape[0], q_offset + q.shape[0])
+    rows = max(1, MASK_ENTRIES // num_keys)
+    for low in range(0, q.shape[0], rows):
+        part = q[low : low + rows]
+        start = q_offset + low
+        seen = selected.mask(number, start, start + part.shape[0], num_keys)
+        keys, values = k[:num_keys], v[:num_keys]
+        wanted = seen.any(0).nonzero()[:, 0]
+        if wanted.shape[0] < num_keys:
+            keys, values, seen = keys[wanted], values[wanted], seen[:, wanted]
+        blind = ~seen.any(1)
+        if not wanted.shape[0]:
+            states.append(State(torch.zeros_like(part), part.new_full(part.shape[1::-1], float("-inf")).float()))
+            continue
+        bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(
+            ~(seen | blind[:, None]), float("-inf")
+        )
+        out, lse = masked(part, keys, values, bias, scale=scale)
+        if bool(blind.any()):
+            out = out.masked_fill(blind[:, None, None], 0.0)
+            lse = lse.masked_fill(blind, float("-inf"))
+        states.append(State(out, lse))
+    if len(states) == 1:
+        return states[0]
+    return State(torch.cat([state.out for state in states]), torch.cat([state.lse for state in states], dim=1))

@@ -1,0 +1,184 @@
+"""Times of everything that `longbatch bench attention` compares with: dense attention, MInference, FlexPrefill."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longbatch.bench.attention_check import MOST_ERROR, MOST_RIVAL_ERROR, Check, check_rows, sampled_blocks
+from longbatch.bench.attention_inputs import Inputs, structured_inputs
+from longbatch.bench.attention_rivals import BLOCK, FlexPrefill, MInference
+from longbatch.bench.timing import median_seconds
+from longbatch.bench.vs_workload import slash, vertical
+
+CHECKED_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OtherTimes:
+    """Seconds for all heads or layers of the model. density: share of the causal area that is executed, blocks counted
+    whole; None where that is not known. error: relative RMS against float64 over the keys that it was to see."""
+
+    estimate: float
+    index: float
+    attention: float
+    error: float
+    holds: bool
+    density: float | None = None
+
+    @property
+    def total(self) -> float:
+        return self.estimate + self.index + self.attention
+
+
+def dense_kernels(device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]:
+    """Causal dense attention by name, (q [N, H, D], k, v [N, Hkv, D], scale) -> [N, H, D]. FlashAttention-3 is among
+    them where its package is."""
+    if device.type != "cuda":
+        return {"torch SDPA": _torch_sdpa}
+    found: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {"cuDNN SDPA": _cudnn}
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        found["FlashAttention-3"] = _flash_attention_3
+    return found
+
+
+def measure_dense(
+    kernel: Callable[[Tensor, Tensor, Tensor, float], Tensor], inputs: Inputs, num_layers: int, repeats: int
+) -> OtherTimes:
+    """Dense attention of `num_layers` equal layers; one is timed."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check, outs = Check(MOST_ERROR), [q]
+
+    def work() -> None:
+        outs[0] = kernel(q, k, v, inputs.scale)
+
+    # A call of many seconds is its own warm-up; nothing is compiled here.
+    seconds = median_seconds(work, q.device, repeats=repeats, warmups=1 if repeats > 1 else 0)
+    out = outs[0]
+
+    def keys_before(row: int) -> Tensor:
+        return torch.arange(row + 1, device=q.device)
+
+    for number, row in enumerate(sampled_blocks(inputs.length, CHECKED_ROWS, 1, block=1)):
+        head = number % q.shape[1]
+        kv_head = head // inputs.group
+        check_rows(check, q[:, head], k[:, kv_head], v[:, kv_head], out[:, head], keys_before, [row], inputs.scale)
+    return OtherTimes(0.0, 0.0, seconds * num_layers, check.error, check.holds, 1.0)
+
+
+def measure_minference(
+    rival: MInference, inputs: Inputs, heads: Mapping[tuple[int, int], int], repeats: int
+) -> tuple[OtherTimes, dict[tuple[int, int], OtherTimes]]:
+    """All heads of the mix, and one head of each class. heads: how many of each (vertical, slash) there are."""
+    device, length = inputs.q.device, inputs.length
+    q, k, v = (part[:, 0].contiguous()[None, None] for part in (inputs.q, inputs.k, inputs.v))
+    classes = {}
+    for budget in heads:
+        columns = torch.from_numpy(vertical(length, budget[0])).to(device)
+        distances = torch.from_numpy(slash(length, budget[1])).to(device)
+        estimate = median_seconds(lambda: rival.estimate(q, k, *budget), device, repeats=repeats)  # noqa: B023
+        making = median_seconds(lambda: rival.index(columns, distances, length), device, repeats=repeats)  # noqa: B023
+        index = rival.index(columns, distances, length)
+        attention = median_seconds(lambda: rival.attend(q, k, v, index), device, repeats=repeats)  # noqa: B023
+        out, check = rival.attend(q, k, v, index), Check(MOST_RIVAL_ERROR)
+        check_rows(
+            check,
+            q[0, 0],
+            k[0, 0],
+            v[0, 0],
+            out[0, 0],
+            lambda row: rival.keys_of_row(index, row),  # noqa: B023
+            sampled_blocks(length, CHECKED_ROWS, 2, block=1),
+            inputs.scale,
+        )
+        classes[budget] = OtherTimes(estimate, making, attention, check.error, check.holds)
+    return _summed(classes, heads), classes
+
+
+def measure_flex_blocks(
+    rival: FlexPrefill, inputs: Inputs, heads: Mapping[tuple[int, int], int], repeats: int
+) -> OtherTimes:
+    """FlexPrefill's kernel on the workload in its own blocks, one K/V group of equal heads at a time."""
+    device, length, group = inputs.q.device, inputs.length, inputs.group
+    one = Inputs(inputs.q[:, :group].contiguous(), inputs.k[:, :1].contiguous(), inputs.v[:, :1].contiguous())
+    classes = {}
+    for budget in heads:
+        blocks = rival.blocks(vertical(length, budget[0]), slash(length, budget[1]), length, device)
+        classes[budget] = _flex_times(rival, one, [[blocks] * group], repeats)
+    return _summed(classes, {budget: count / group for budget, count in heads.items()})
+
+
+def measure_flex(rival: FlexPrefill, inputs: Inputs, num_heads: int, repeats: int) -> OtherTimes:
+    """The whole of FlexPrefill by its own choice, on structured queries and keys, one K/V group at a time; `num_heads`
+    heads in all."""
+    group = inputs.group
+    own = structured_inputs(inputs.length, group, inputs.q.shape[-1], inputs.q.dtype, inputs.q.device)
+    q, k, v = own.q[None], own.k[None], own.v[None]
+    estimate = median_seconds(lambda: rival.estimate(q, k, v), q.device, repeats=repeats)
+    one = _flex_times(rival, own, rival.estimate(q, k, v), repeats)
+    whole = OtherTimes(estimate, 0.0, one.attention, one.error, one.holds, one.density)
+    return _summed({(0, 0): whole}, {(0, 0): num_heads / group})
+
+
+def _flex_times(rival: FlexPrefill, inputs: Inputs, blocks: list[list[Tensor]], repeats: int) -> OtherTimes:
+    q, k, v = inputs.q[None], inputs.k[None], inputs.v[None]
+    device, num_blocks = q.device, -(-inputs.length // BLOCK)
+    seconds = median_seconds(lambda: rival.attend(q, k, v, blocks), device, repeats=repeats)
+    out, check = rival.attend(q, k, v, blocks), Check(MOST_RIVAL_ERROR)
+    own = blocks[0][0]
+
+    def keys_of(row: int) -> Tensor:
+        chosen = own[own // num_blocks == row // BLOCK] % num_blocks
+        keys = (chosen[:, None] * BLOCK + torch.arange(BLOCK, device=device)).flatten()
+        return keys[keys <= row]
+
+    rows = sampled_blocks(inputs.length, CHECKED_ROWS, 3, block=1)
+    check_rows(check, q[0, :, 0], k[0, :, 0], v[0, :, 0], out[0, :, 0], keys_of, rows, inputs.scale)
+    density = sum(len(one) for one in blocks[0]) / len(blocks[0]) / (num_blocks * (num_blocks + 1) / 2)
+    return OtherTimes(0.0, 0.0, seconds, check.error, check.holds, density)
+
+
+def _summed(classes: Mapping[tuple[int, int], OtherTimes], counts: Mapping[tuple[int, int], float]) -> OtherTimes:
+    """Each class as often as it occurs; the density is the mean over heads."""
+
+    def total(name: str) -> float:
+        return float(sum(getattr(times, name) * counts[budget] for budget, times in classes.items()))
+
+    known = all(times.density is not None for times in classes.values())
+    return OtherTimes(
+        total("estimate"),
+        total("index"),
+        total("attention"),
+        max(times.error for times in classes.values()),
+        all(times.holds for times in classes.values()),
+        total("density") / sum(counts.values()) if known else None,
+    )
+
+
+def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The operation behind torch's SDPA, which this way refuses nothing for reasons of its own."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, False, 0.0, True, False, scale=scale
+    )[0]
+    return out[0].transpose(0, 1)
+
+
+def _flash_attention_3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    flash = importlib.import_module("flash_attn_interface")
+    out = flash.flash_attn_func(q[None], k[None], v[None], softmax_scale=scale, causal=True)
+    result: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    return result

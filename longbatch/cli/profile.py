@@ -1,0 +1,77 @@
+"""`longbatch profile`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longbatch.cli.options import settings_flags
+from longbatch.config import Settings
+from longbatch.errors import ExitCode
+
+_READ = (
+    "gpus",
+    "dtype",
+    "threads",
+    "prompt",
+    "system",
+    "prompt_format",
+    "media_root",
+    "max_row_bytes",
+    "limit",
+    "quiet",
+)
+
+
+@settings_flags(*_READ)
+def profile(
+    settings: Settings,
+    model: Annotated[
+        str | None, typer.Argument(metavar="FOLDER|ID", help="model folder or hub id; the small default model if none")
+    ] = None,
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option("--calibration", metavar="SOURCE", help="manifest or texts to calibrate on; may be repeated"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="the profile to write")] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option("--tolerance", metavar="X", help="largest relative L2 error of a head"),
+    ] = 0.05,
+    measure: Annotated[
+        str,
+        typer.Option(
+            "--measure",
+            metavar="output|stream",
+            help="what the tolerance limits: the error of a head's output, or what it does to the hidden states",
+        ),
+    ] = "output",
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", metavar="N,...", help="tokens that the documents are cut to; their own if not given"),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="PNG of patterns and density; beside -o if not given"),
+    ] = None,
+    show: Annotated[Path | None, typer.Option("--show", metavar="FILE", help="print a profile that is there")] = None,
+    import_minference: Annotated[
+        Path | None, typer.Option("--import-minference", metavar="FILE", help="turn a MInference pattern file into -o")
+    ] = None,
+) -> ExitCode:
+    """Choose a sparse attention pattern for every head of a model. The same command again continues."""
+    from longbatch.run.profile import import_profile, make_profile, show_profile
+
+    if show is not None:
+        show_profile(show, picture)
+    elif import_minference is not None:
+        import_profile(import_minference, out, picture)
+    else:
+        settings = replace(settings, model=model)
+        make_profile(
+            settings, calibration or [], out, tolerance=tolerance, measure=measure, lengths=lengths, picture=picture
+        )
+    return ExitCode.OK

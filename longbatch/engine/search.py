@@ -1,0 +1,201 @@
+"""The search behind a profile: layer by layer, which pattern each head can run with.
+
+Each layer sees the hidden states that the layers before it leave when they already run with their patterns. A trial
+runs one candidate for every head that still looks for one, each its own, in one pass over each document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from longbatch.engine.head_error import Trials
+from longbatch.engine.head_search import DENSE, HeadSearch, Pricing, Trial
+from longbatch.engine.layer_pass import Document, LayerPass
+from longbatch.engine.search_state import SearchState
+from longbatch.models.decoder import Decoder
+from longbatch.models.spec import LayerSpec
+from longbatch.plan.candidates import candidates
+from longbatch.plan.sparse_cost import dense_seconds
+from longbatch.plan.sparse_rates import SparseRates
+from longbatch.sparsity import HeadChoice, LayerChoices, PatternSpec
+
+# Queries that run at once. On a CPU a mask of so many rows stays small beside the keys of a long document.
+TILE_ROWS = {"cpu": 1024, "cuda": 16384}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFound:
+    """The outcome for a layer. seconds, dense_seconds: predicted for all documents together, with these choices and on
+    the dense path. num_trials: passes over the documents that it took, 0 where patterns cannot be used."""
+
+    choices: LayerChoices
+    seconds: float
+    dense_seconds: float
+    num_trials: int
+
+
+# Told after every trial: layer, trials of it so far.
+Watch = Callable[[int, int], None]
+
+
+class Search:
+    """A search over documents: ids, int [N] of each. tolerance: the largest error of a head, by `measure`: `output`, of
+    its attention output; `stream`, times the head's influence, of the hidden states. rates: of the device that times
+    are predicted for. watch: see `Watch`."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        ids: Sequence[np.ndarray],
+        tolerance: float,
+        rates: SparseRates,
+        state: SearchState,
+        watch: Watch = lambda layer, num_trials: None,
+        *,
+        measure: str = "output",
+    ) -> None:
+        self._model = model
+        self._tolerance, self._rates, self._measure = tolerance, rates, measure
+        self._state = state
+        self._watch = watch
+        # A candidate that the longest document fails need not be tried on the others.
+        self._ids = sorted(ids, key=len, reverse=True)
+        self._lengths = tuple(len(one) for one in self._ids)
+        self._candidates, _ = candidates(self._lengths)
+        self._tile_rows = TILE_ROWS[model.device.type]
+        self._storage = _storage(model, sum(self._lengths))
+
+    @torch.inference_mode()
+    def run(self) -> Iterator[LayerFound]:
+        """The outcome of every layer, in order; those that an earlier process finished come without a search."""
+        documents = [Document(self._embedded(ids)) for ids in self._ids]
+        for index, layer in enumerate(self._model.layers):
+            saved = self._state.layer(index)
+            if saved is not None:
+                found = _from_json(saved)
+            elif layer.spec.window is None and layer.spec.softcap is None:
+                found = self._search(index, documents)
+                self._state.save_layer(index, _as_json(found))
+            else:
+                found = self._dense(layer.spec, None, 0)
+            yield found
+            if index + 1 < len(self._model.layers):
+                patterns = found.choices.patterns
+                for document in documents:
+                    run = LayerPass(self._model, index, document, self._tile_rows)
+                    run.advance(None if patterns.is_dense else patterns)
+
+    def _embedded(self, ids: np.ndarray) -> torch.Tensor:
+        """Hidden states [N, hidden] before the first layer."""
+        model = self._model
+        hidden = torch.empty((len(ids), model.spec.hidden_size), dtype=model.dtype, device=self._storage)
+        for start in range(0, len(ids), self._tile_rows):
+            part = torch.from_numpy(ids[start : start + self._tile_rows].astype(np.int64)).to(model.device)
+            hidden[start : start + self._tile_rows] = model.embed(part)
+        return hidden
+
+    def _search(self, index: int, documents: Sequence[Document]) -> LayerFound:
+        spec = self._model.layers[index].spec
+        trials = Trials(self._model, index, documents, self._tile_rows, self._storage)
+        limits = [self._tolerance] * spec.num_heads
+        if self._measure == "stream":
+            # A head that adds nothing may err as it likes.
+            limits = [self._tolerance / max(influence, 1e-9) for influence in trials.influences()]
+        num_trials = 0
+        ways: list[list[HeadSearch]] = []
+        for shared in (False, True) if spec.num_kv_heads < spec.num_heads else (False,):
+            searches = self._begun(spec, shared, limits)
+            ways.append(searches)
+            # Every selection tries a candidate of its own in the same pass.
+            while wanted := {at: one for at, search in enumerate(searches) if (one := search.next()) is not None}:
+                outcomes = trials.run(wanted, shared=shared, limits=limits)
+                for at, outcome in outcomes.items():
+                    searches[at].record(wanted[at], outcome.errors, outcome.shares)
+                num_trials += 1
+                self._watch(index, num_trials)
+        totals = [sum(search.best.seconds for search in searches) for searches in ways]
+        best = totals.index(min(totals))
+        if totals[best] >= self._dense_seconds(spec):
+            # Among sparse heads a dense one runs in their kernel; where all are dense they have a faster one.
+            return self._dense(spec, ways[0], num_trials)
+        heads = tuple(self._choice(search.best, search.runner_up) for search in ways[best])
+        return LayerFound(LayerChoices(heads, best == 1), totals[best], self._dense_seconds(spec), num_trials)
+
+    def _begun(self, spec: LayerSpec, shared: bool, limits: Sequence[float]) -> list[HeadSearch]:
+        """A search for each selection of a layer. limits: largest error of each query head."""
+        pricing = Pricing(self._lengths, spec, self._rates, shared)
+        each = spec.num_heads // spec.num_kv_heads if shared else 1
+        return [
+            HeadSearch(self._candidates, pricing, limits[head : head + each]) for head in range(0, spec.num_heads, each)
+        ]
+
+    def _dense(self, spec: LayerSpec, searches: Sequence[HeadSearch] | None, num_trials: int) -> LayerFound:
+        """A layer that stays dense. searches: of its heads, where there were any: the cheapest pattern that each could
+        have run with is its runner-up."""
+        seconds = self._dense_seconds(spec)
+        heads = []
+        for head in range(spec.num_heads):
+            search = None if searches is None else searches[head]
+            other = None
+            if search is not None:
+                other = search.runner_up if search.best.spec.is_dense else search.best
+            heads.append(HeadChoice(DENSE, 0.0, 1.0, None if other is None else self._choice(other)))
+        return LayerFound(LayerChoices(tuple(heads)), seconds, seconds, num_trials)
+
+    def _dense_seconds(self, spec: LayerSpec) -> float:
+        return sum(dense_seconds(length, spec, self._rates) for length in self._lengths)
+
+    def _choice(self, trial: Trial, runner_up: Trial | None = None) -> HeadChoice:
+        # An error that is no number has no place in a JSON file.
+        error = _rounded(trial.error) if math.isfinite(trial.error) else None
+        density = _rounded(trial.density(self._lengths))
+        other = None if runner_up is None else self._choice(runner_up)
+        return HeadChoice(trial.spec, error, density, other)
+
+
+def _storage(model: Decoder, num_tokens: int) -> torch.device:
+    """Where hidden states and dense outputs of all documents lie: on the model's device where they take at most half of
+    its free memory, else in host memory."""
+    if model.device.type == "cpu":
+        return model.device
+    widest = max(layer.num_heads * layer.head_dim for layer in model.spec.layers)
+    needed = num_tokens * (model.spec.hidden_size + widest) * model.dtype.itemsize
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return model.device if needed <= free // 2 else torch.device("cpu")
+
+
+def _rounded(value: float) -> float:
+    """Six digits."""
+    return float(f"{value:.6g}")
+
+
+def _as_json(found: LayerFound) -> dict[str, Any]:
+    return {
+        "shared": found.choices.shared,
+        "heads": [_choice_as_json(choice) for choice in found.choices.heads],
+        "seconds": found.seconds,
+        "dense_seconds": found.dense_seconds,
+        "num_trials": found.num_trials,
+    }
+
+
+def _choice_as_json(choice: HeadChoice) -> dict[str, Any]:
+    runner_up = choice.runner_up and _choice_as_json(choice.runner_up)
+    return {"pattern": str(choice.spec), "error": choice.error, "density": choice.density, "runner_up": runner_up}
+
+
+def _from_json(values: dict[str, Any]) -> LayerFound:
+    heads = tuple(_choice_from_json(head) for head in values["heads"])
+    rest = {name: values[name] for name in ("seconds", "dense_seconds", "num_trials")}
+    return LayerFound(LayerChoices(heads, values["shared"]), **rest)
+
+
+def _choice_from_json(values: dict[str, Any]) -> HeadChoice:
+    runner_up = values["runner_up"] and _choice_from_json(values["runner_up"])
+    return HeadChoice(PatternSpec.parse(values["pattern"]), values["error"], values["density"], runner_up)

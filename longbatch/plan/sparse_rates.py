@@ -1,0 +1,125 @@
+"""How fast a device runs selections: measured once, remembered beside the device's other rates. Torch-free.
+
+Measuring needs torch and the GPU, so it happens in a child process (`longbatch.engine.sparse_measure`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from pathlib import Path
+
+from longbatch import __version__
+from longbatch.device import DeviceInfo
+from longbatch.errors import DeviceError
+
+RATES_FILE = "sparse-rates.json"
+MEASURE_MODULE = "longbatch.engine.sparse_measure"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRates:
+    """What a device was measured to do with attention, all heads of a layer in one launch.
+
+    device: its name. Rates count the operations of the selected (query, key) pairs, 4 x head dimension each, and never
+    those of a kernel's larger tiles: dense_flops of causal attention; ranges_flops of `Ranges` with one selection per
+    query head; shared_flops of `Ranges` with one per kv group; blocks_flops of `Blocks`. estimate_seconds: scoring the
+    keys by the last queries, choosing, and preparing the lists, for each key and query head; shared_estimate_seconds:
+    likewise where the heads of a kv group choose together. pooled_seconds: pooled scores for each pair of 64-token
+    blocks and query head. antidiagonal_flops: antidiagonal scores, 2 x head dimension / stride for each causal pair.
+    layer_seconds: what a sparse layer costs whatever its length.
+    """
+
+    device: str
+    dense_flops: float
+    ranges_flops: float
+    shared_flops: float
+    blocks_flops: float
+    estimate_seconds: float
+    shared_estimate_seconds: float
+    pooled_seconds: float
+    antidiagonal_flops: float
+    layer_seconds: float
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[1:]:
+            value = getattr(self, item.name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{item.name} must be a positive number, not {value!r}")
+
+
+# What a profile is priced for where the device itself only checks selections, by masking: about one H200 with bfloat16,
+# head dimension 128, 32 query and 8 kv heads. Dense and ranges from measurements of early kernels, the rest estimated:
+# near enough to rank patterns, and no statement about the kernels.
+REFERENCE = SparseRates(
+    device="NVIDIA H200 (reference)",
+    dense_flops=562e12,
+    ranges_flops=366e12,
+    shared_flops=488e12,
+    blocks_flops=400e12,
+    estimate_seconds=4e-10,
+    shared_estimate_seconds=3e-10,
+    pooled_seconds=2e-12,
+    antidiagonal_flops=200e12,
+    layer_seconds=3e-4,
+)
+
+
+def sparse_rates(info: DeviceInfo, dtype: str, folder: Path) -> SparseRates | None:
+    """The device's rates for `dtype`: remembered in `folder`, else measured now by a child process. None on a CPU,
+    which runs a selection as masked dense attention and gains nothing by it.
+
+    Raises DeviceError where the measurement fails.
+    """
+    if not info.on_gpu:
+        return None
+    key = rates_key(info, dtype)
+    remembered = read_rates(folder / RATES_FILE).get(key)
+    if remembered is not None:
+        return remembered
+    command = [sys.executable, "-m", MEASURE_MODULE, info.torch_name, dtype]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        measured = SparseRates(**json.loads(child.stdout.strip().rpartition("\n")[2]))
+    except (ValueError, TypeError) as error:
+        reason = child.stderr.strip().rpartition("\n")[2] or f"the measurement ended with {child.returncode}"
+        raise DeviceError(f"sparse attention could not be measured on {info.name}: {reason}") from error
+    remember(folder / RATES_FILE, key, measured)
+    return measured
+
+
+def rates_key(info: DeviceInfo, dtype: str) -> str:
+    """What the rates depend on: device, dtype, and the versions that compile and launch the kernels."""
+    versions = [f"{name} {_version(name)}" for name in ("torch", "triton")]
+    return ", ".join([info.name, f"{info.memory_bytes >> 30} GiB", dtype, *versions, f"longbatch {__version__}"])
+
+
+def read_rates(path: Path) -> dict[str, SparseRates]:
+    """Remembered rates by key; none where the file is missing or damaged, which measuring again mends."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        return {key: SparseRates(**value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
+    return {}
+
+
+def remember(path: Path, key: str, rates: SparseRates) -> None:
+    """Add rates to the file. A home that cannot be written only costs the measurement next time."""
+    table = {**read_rates(path), key: rates}
+    text = json.dumps({name: asdict(value) for name, value in table.items()}, indent=1)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,57 @@
+"""Random selections for the tests of the range kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NOWHERE = 2**31 - 1
+
+
+class Lists(NamedTuple):
+    """What `range_attention` takes for a list of selections."""
+
+    starts: Tensor
+    stops: Tensor
+    counts: Tensor
+    columns: Tensor
+    column_counts: Tensor
+    windows: Tensor
+
+
+def random_lists(num_selections: int, num_keys: int, seed: int, device: str = "cpu") -> Lists:
+    """Selections of every kind in turn: ranges and columns, ranges alone, a window with sinks, columns alone, nothing,
+    dense, one key per row."""
+    rng = np.random.default_rng([seed, num_keys])
+    ranges, columns, windows = [], [], []
+    for s in range(num_selections):
+        kind = (s + seed) % 7
+        found: list[tuple[int, int]] = []
+        if kind in (0, 1):
+            low = int(rng.integers(0, 3)) * int(rng.integers(0, 100))
+            while low < num_keys and len(found) < 6:
+                high = min(low + int(rng.integers(0, 200)) * int(rng.integers(0, 2)), num_keys - 1)
+                found.append((low, high))
+                low = high + 65 + int(rng.integers(0, max(1, num_keys // 3)))
+        ranges.append(found)
+        columns.append(
+            np.sort(rng.choice(num_keys, int(rng.integers(1, min(num_keys, 300) + 1)), replace=False))
+            if kind in (0, 2, 3)
+            else np.zeros(1, dtype=np.int64)
+            if kind == 6
+            else np.zeros(0, dtype=np.int64)
+        )
+        windows.append(NOWHERE if kind == 5 else int(rng.integers(1, 150)) if kind == 2 else 0)
+    most, widest = max(map(len, ranges)), max(map(len, columns))
+    starts = np.ones((num_selections, most), dtype=np.int32)
+    stops = np.zeros((num_selections, most), dtype=np.int32)
+    padded = np.full((num_selections, widest), NOWHERE, dtype=np.int32)
+    for s in range(num_selections):
+        for r, (low, high) in enumerate(ranges[s]):
+            starts[s, r], stops[s, r] = low, high
+        padded[s, : len(columns[s])] = columns[s]
+    numbers = (starts, stops, [len(r) for r in ranges], padded, [len(c) for c in columns], windows)
+    return Lists(*(torch.as_tensor(np.asarray(x, dtype=np.int32), device=device) for x in numbers))

@@ -1,0 +1,253 @@
+"""`longbatch bench attention` at tiny sizes: its workload, its checks, what it makes of rivals, and its table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longbatch.bench import attention, vs_workload
+from longbatch.bench.attention import Model, Rivals, compare, crossing, size_name
+from longbatch.bench.attention_check import Check, reference, sampled_blocks
+from longbatch.bench.attention_inputs import random_inputs, scores_of, selections, structured_inputs
+from longbatch.bench.attention_layers import indexed
+from longbatch.bench.timing import median_seconds
+from longbatch.cli import main
+from longbatch.cli.bench import parse_lengths
+from longbatch.errors import UsageError
+from longbatch.sparsity import PatternSpec
+
+CPU = torch.device("cpu")
+LAYERS = [[(30, 100), (40, 110), (30, 100), (50, 150)], [(40, 110)] * 4]
+TINY = Model(4, 2, 16, torch.float32, LAYERS, [[(30, 100), (50, 150)], [(40, 110)] * 2], most_error=1e-5)
+LENGTH = 256
+
+
+# ------------------------------------------------------------------------------------------ workload
+
+
+def test_the_mix_is_the_published_one(root: Path) -> None:
+    file = root / "recipes" / "minference" / "Llama_3_8B_Instruct_262k_kv_out_v32_fit_o_best_pattern.json"
+    published = [[tuple(layer[str(head)][1:3]) for head in range(32)] for layer in json.loads(file.read_text())]
+    assert vs_workload.layers() == published
+    counts = Counter(budget for layer in published for budget in layer)
+    assert counts == {(1000, 6096): 473, (30, 800): 278, (100, 800): 153, (3500, 100): 89, (500, 700): 31}
+
+
+def test_shared_layers_keep_the_mix() -> None:
+    shared, published = vs_workload.shared_layers(), vs_workload.layers()
+    assert {len(layer) for layer in shared} == {8}
+    groups, heads = (Counter(budget for layer in layers for budget in layer) for layers in (shared, published))
+    assert all(abs(groups[budget] - heads[budget] / 4) < 1 for budget in heads)
+    # Layer by layer as well: at most one group beside its own heads.
+    for own, layer in zip(shared, published, strict=True):
+        for budget in vs_workload.CLASSES:
+            assert abs(own.count(budget) - layer.count(budget) / 4) <= 1.5
+
+
+def test_workload_is_clustered_and_repeatable() -> None:
+    columns, distances = vs_workload.vertical(1 << 17, 1000), vs_workload.slash(1 << 17, 6096)
+    assert len(columns) == 1000 == len(set(columns.tolist()))
+    assert columns[:30].tolist() == list(range(30))
+    assert len(distances) == 6096 == len(set(distances.tolist()))
+    assert distances[: 6096 // 4].tolist() == list(range(6096 // 4))
+    # 4,572 distances beyond the band in clusters of 64 to 256, some of which touch.
+    assert 15 <= (np.diff(distances) > 1).sum() <= 72
+    vs_workload.slash.cache_clear()
+    assert (vs_workload.slash(1 << 17, 6096) == distances).all()
+    assert (vs_workload.slash(1 << 17, 6096, seed=1) != distances).any()
+    assert vs_workload.slash(50, 6096).tolist() == list(range(50))
+
+
+@pytest.mark.parametrize("row", [0, 63, 64, 200, 329])
+def test_selected_keys_are_those_of_the_definition(row: int) -> None:
+    columns, distances = vs_workload.vertical(330, 35, seed=3), np.array([0, 1, 5, 70, 71, 260], dtype=np.int32)
+    end = (row // 64 + 1) * 64
+    expected = set(columns[columns < end].tolist())
+    for distance in distances.tolist():
+        expected |= set(range(max(0, end - distance - 64), end - distance))
+    assert vs_workload.selected(columns, distances, row, 330).tolist() == sorted(key for key in expected if key < 330)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_given_sums_become_the_workload(shared: bool) -> None:
+    inputs = random_inputs(330, 4, 2, 16, torch.float32, CPU)
+    budgets = TINY.shared_layers[0] if shared else LAYERS[0]
+    chosen = selections(budgets, 330)
+    specs = [PatternSpec.make("vertical_slash", vertical=v, slash=s) for v, s in budgets]
+    ranges, _ = indexed(inputs, specs, scores_of(chosen, 330, CPU), shared)
+    for number, one in enumerate(chosen):
+        mask = ranges.mask(number, 0, 330, 330)
+        for row in range(0, 330, 13):
+            keys = vs_workload.selected(one.columns, one.distances, row, 330)
+            assert mask[row].nonzero()[:, 0].tolist() == keys[keys <= row].tolist()
+    # The pattern takes its sums from the kernel again.
+    other, _ = indexed(random_inputs(330, 4, 2, 16, torch.float32, CPU), specs, scores_of(chosen, 330, CPU), shared)
+    assert torch.equal(other.columns, ranges.columns)
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def test_check_measures_the_error() -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(8, 16), torch.randn(100, 16), torch.randn(100, 16)
+    keys = torch.arange(0, 100, 3)
+    exact = reference(q, k, v, 60, keys, 0.25)
+    scores = (q.double() @ k.double().T) * 0.25
+    mask = torch.zeros(8, 100, dtype=torch.bool)
+    mask[:, keys] = True
+    mask &= torch.arange(100)[None] <= torch.arange(60, 68)[:, None]
+    assert torch.allclose(exact, scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.double(), atol=1e-12)
+    check = Check(most=0.01)
+    assert not check.holds  # nothing compared
+    check.rows(q, k, v, (exact * 1.005).float(), 60, keys, 0.25)
+    assert check.error == pytest.approx(0.005, rel=1e-3)
+    assert check.holds
+    check.rows(q, k, v, (exact * 1.1).float(), 60, keys, 0.25)
+    assert not check.holds
+
+
+def test_check_fails_on_numbers_that_are_none() -> None:
+    q, k, v = torch.randn(1, 16), torch.randn(9, 16), torch.randn(9, 16)
+    check = Check()
+    check.rows(q, k, v, torch.full((1, 16), math.nan), 8, torch.arange(9), 0.25)
+    assert check.error == math.inf
+    assert not check.holds
+
+
+def test_rows_without_keys_give_zero() -> None:
+    q, k, v = torch.randn(1, 16), torch.randn(9, 16), torch.randn(9, 16)
+    assert reference(q, k, v, 2, torch.tensor([5, 6]), 0.25).abs().max() == 0
+
+
+def test_sampled_blocks_hold_the_last() -> None:
+    assert max(sampled_blocks(330, 3, seed=1)) == 320
+    assert sampled_blocks(330, 3, seed=1) == sampled_blocks(330, 3, seed=1)
+    assert sampled_blocks(1, 3, seed=1) == [0]
+
+
+def test_median_leaves_warm_ups_out() -> None:
+    calls: list[int] = []
+    assert 0 <= median_seconds(lambda: calls.append(1), CPU, repeats=3, warmups=2) < 1
+    assert len(calls) == 5
+
+
+# ------------------------------------------------------------------------------------------ table
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[tuple[str, str, str | None], Any]:
+    rows = compare(TINY, Rivals(), [LENGTH], (), 1, CPU)
+    return {(row.case, row.metric, row.against): row for row in rows}
+
+
+def test_whole_comparison(table: dict[tuple[str, str, str | None], Any]) -> None:
+    assert all(row.checked for row in table.values())
+    for mode in attention.MODES.values():
+        case = f"longbatch, {mode}, {LENGTH}"
+        whole = table[case, attention.WHOLE, f"torch SDPA, {LENGTH}"]
+        parts = [table[case, name, None].value for name in ("estimate", "index", "attention")]
+        assert whole.value == pytest.approx(sum(parts))
+        dense = table[f"torch SDPA, {LENGTH}", attention.WHOLE, None].value
+        assert whole.ratio == pytest.approx(dense / whole.value)
+        assert table[case, "estimate and index", "the whole"].ratio == pytest.approx(sum(parts[:2]) / sum(parts))
+        assert table[case, "error of the worst layer", attention.EXACT].value < 1e-5
+
+
+def test_density_and_rate_count_the_selection(table: dict[tuple[str, str, str | None], Any]) -> None:
+    pairs = 0
+    for layer in LAYERS:
+        for one in selections(layer, LENGTH):
+            for row in range(LENGTH):
+                keys = vs_workload.selected(one.columns, one.distances, row, LENGTH)
+                pairs += int((keys <= row).sum())
+    case = f"longbatch, one selection per head, {LENGTH}"
+    causal = 2 * 4 * LENGTH * (LENGTH + 1) / 2
+    assert table[case, "density", None].value == pytest.approx(pairs / causal)
+    seconds = table[case, "attention", None].value
+    assert table[case, "executed rate", None].value == pytest.approx(4 * 16 * pairs / seconds / 1e12)
+
+
+def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longbatch_kernels import range_attention as module
+
+    true_attention = module.range_attention
+
+    def off(*arguments: Any, out: torch.Tensor, **named: Any) -> Any:
+        result = true_attention(*arguments, out=out, **named)
+        out[-3:] *= 1.01
+        return result
+
+    monkeypatch.setattr(module, "range_attention", off)
+    rows = [row for row in compare(TINY, Rivals(), [LENGTH], (), 1, CPU) if row.case.startswith("longbatch")]
+    assert [(row.metric, row.checked) for row in rows] == [("error of the worst layer", False)] * 2
+
+
+def test_break_even_rows() -> None:
+    rows = compare(TINY, Rivals(), [], (64, 128), 1, CPU)
+    # Interpreted kernels are never faster than dense attention.
+    last = [row for row in rows if row.metric.startswith("break-even")]
+    assert [(row.metric, row.value, row.checked) for row in last] == [("break-even lies above", 128, False)] * 2
+    assert sum(row.metric == "speed" for row in rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([(4096, 0.5), (8192, 2.0)], 4096 * math.sqrt(2)),
+        ([(4096, 0.5), (8192, 1.0)], 8192),
+        ([(4096, 1.5), (8192, 0.5), (16384, 2.0)], 8192 * math.sqrt(2)),
+        ([(4096, 1.5), (8192, 2.5)], 4096),
+        ([(4096, 1.5), (8192, 0.9)], None),
+    ],
+    ids=["between", "at a length", "after a dip", "always", "never"],
+)
+def test_crossing(ratios: list[tuple[int, float]], expected: float | None) -> None:
+    found = crossing(ratios)
+    assert found is None if expected is None else found == pytest.approx(expected)
+
+
+def test_size_names() -> None:
+    assert [size_name(length) for length in (1 << 20, 1 << 17, 330)] == ["1M", "128K", "330"]
+
+
+def test_structured_inputs_look_near_and_at_the_first_keys() -> None:
+    inputs = structured_inputs(4096, 2, 128, torch.float32, CPU)
+    mass = torch.zeros(4096)
+    for row in range(3000, 4096, 50):
+        mass[: row + 1] += ((inputs.q[row, 0] @ inputs.k[: row + 1, 0].T) * inputs.scale).softmax(-1).flip(0)
+    near = float(mass[:64].sum() / mass.sum())
+    first = float(mass[2900:].sum() / mass.sum())  # distances that lead to the first keys
+    assert near > 0.05
+    assert near + first > 0.8
+
+
+# ------------------------------------------------------------------------------------------ command
+
+
+def test_lengths_are_read() -> None:
+    assert parse_lengths("32K, 1m,700") == (32768, 1 << 20, 700)
+    for text in ("", "32G", "0", "1,,2", "-5"):
+        with pytest.raises(UsageError, match="is no length"):
+            parse_lengths(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "attention"]) == 5
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"), [(["--rivals", "x"], "--rivals"), (["some-model"], "MODEL"), (["--quick"], "--quick")]
+)
+def test_options_of_another_benchmark(flags: list[str], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "manifest", *flags]) == 2
+    assert f"bench manifest takes no {shown}" in capsys.readouterr().err
