@@ -10,6 +10,9 @@ from pathlib import Path
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The workers share the cores; each with threads for all of them would wait for the others.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 import pytest

@@ -1,6 +1,7 @@
 """A disk that fills: nothing finished is lost, the error says what to do, and the run goes on when space returns."""
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("a small file system needs the right to mount one")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    for _ in range(50):
+        # A process that was told to stop may still be on its way out.
+        if not subprocess.run(["umount", str(disk)], capture_output=True, check=False).returncode:
+            return
+        time.sleep(0.1)
+    pytest.fail("something still uses the small file system")
 
 
 def fill(disk: Path, left: int) -> Path:

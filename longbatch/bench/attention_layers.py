@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import select_ranges
+from longbatch.attention.patterns.vertical_slash import chosen as chosen_ranges
 from longbatch.attention.selection import Ranges
 from longbatch.bench.attention_check import Check, sampled_blocks
 from longbatch.bench.attention_inputs import Chosen, Inputs, scores_of, selections
@@ -110,16 +109,8 @@ def indexed(
     from longbatch_kernels.range_index import PackedPrompt
 
     length, num_heads, _ = inputs.q.shape
-    last = max(0, length - LAST_QUERIES)
-
-    def given(*arguments: object, **named: object) -> tuple[Tensor, Tensor]:
-        return scores
-
-    # The pattern takes its sums from here: the kernel on a GPU, the reference elsewhere.
-    with mock.patch.multiple("longbatch_kernels.last_query", last_query=given, last_query_ref=given):
-        (ranges,) = select_ranges(
-            inputs.q[last:], inputs.k, specs, shared=shared, scale=inputs.scale, q_offset=last, rows=(0, length)
-        )
+    vertical, slash = scores
+    ranges = chosen_ranges(vertical, slash, specs, (0, length))
     of_head = [head // inputs.group if shared else head for head in range(num_heads)]
     prompts = [PackedPrompt(0, length, 0, 0, length)]
     return ranges, prepare(ranges, inputs.k, inputs.v, selections=[of_head], prompts=prompts)

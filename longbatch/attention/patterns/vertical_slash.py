@@ -43,40 +43,42 @@ class VerticalSlash:
     ) -> tuple[Ranges, ...]:
         from longbatch_kernels.last_query import last_query, last_query_ref
 
-        num_keys, num_kv = k.shape[:2]
+        num_kv = k.shape[1]
         kv_heads, places = served(q_last.shape[1], num_kv, selections, shared)
         estimate = last_query if k.is_cuda else last_query_ref
         vertical, slash = estimate(
             queries_of(q_last, kv_heads, num_kv), keys_of(k, kv_heads), scale=scale, q_offset=q_offset, shared=shared
         )
-        vertical, slash = picked(vertical, places), picked(slash, places)
-        num_columns = [min(num_keys, max(spec.count("vertical"), FORCED_VERTICAL)) for spec in specs]
-        num_distances = [min(num_keys, max(spec.count("slash"), LEAST_SLASH)) for spec in specs]
-        column_counts = on_device(num_columns, k.device, torch.int32)
-        if k.is_cuda:
-            from longbatch_kernels.top_places import joined, top_places
+        return (chosen(picked(vertical, places), picked(slash, places), specs, rows),)
 
-            # Keys and distances in one go: at short lengths launches are what costs.
-            budgets = on_device([*num_columns, *num_distances], k.device, torch.int32)
-            forced = [min(num_keys, most) for most in (FORCED_VERTICAL, FORCED_SLASH) for _ in specs]
-            most = max(*num_columns, *num_distances)
-            found = top_places(torch.cat([vertical, slash]), budgets, on_device(forced, k.device, torch.int32), most)
-            columns = found[: len(specs), : max(num_columns)]
-            starts, stops, counts = joined(found[len(specs) :, : max(num_distances)], num_keys, gap=ROWS)
-        else:
-            columns = _largest(vertical, num_columns, FORCED_VERTICAL)
-            starts, stops, counts = merged_ranges(_largest(slash, num_distances, FORCED_SLASH))
-        return (
-            Ranges(
-                starts=starts,
-                stops=stops,
-                counts=counts,
-                columns=columns,
-                column_counts=column_counts,
-                windows=torch.zeros_like(counts),
-                rows=rows,
-            ),
-        )
+
+def chosen(vertical: Tensor, slash: Tensor, specs: Sequence[PatternSpec], rows: tuple[int, int]) -> Ranges:
+    """The selections that sums lead to: float32 [S, N] by key and by distance, overwritten; one spec for each."""
+    num_keys, device = vertical.shape[1], vertical.device
+    num_columns = [min(num_keys, max(spec.count("vertical"), FORCED_VERTICAL)) for spec in specs]
+    num_distances = [min(num_keys, max(spec.count("slash"), LEAST_SLASH)) for spec in specs]
+    if vertical.is_cuda:
+        from longbatch_kernels.top_places import joined, top_places
+
+        # Keys and distances in one go: at short lengths launches are what costs.
+        budgets = on_device([*num_columns, *num_distances], device, torch.int32)
+        forced = [min(num_keys, most) for most in (FORCED_VERTICAL, FORCED_SLASH) for _ in specs]
+        most = max(*num_columns, *num_distances)
+        found = top_places(torch.cat([vertical, slash]), budgets, on_device(forced, device, torch.int32), most)
+        columns = found[: len(specs), : max(num_columns)]
+        starts, stops, counts = joined(found[len(specs) :, : max(num_distances)], num_keys, gap=ROWS)
+    else:
+        columns = _largest(vertical, num_columns, FORCED_VERTICAL)
+        starts, stops, counts = merged_ranges(_largest(slash, num_distances, FORCED_SLASH))
+    return Ranges(
+        starts=starts,
+        stops=stops,
+        counts=counts,
+        columns=columns,
+        column_counts=on_device(num_columns, device, torch.int32),
+        windows=torch.zeros_like(counts),
+        rows=rows,
+    )
 
 
 def _largest(scores: Tensor, budgets: Sequence[int], forced: int) -> Tensor:
