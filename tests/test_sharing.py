@@ -74,3 +74,9 @@ def test_many_short_tails_behind_one_system_prompt() -> None:
 def test_a_short_row_does_not_spoil_the_others() -> None:
     prompts = [join((70, 0))] + [join((70, 0), (1000, 1), (5, 50 + row)) for row in range(3)]
     assert groups(*prompts) == [(0, [0]), (1024, [1, 2, 3])]
+
+
+def test_rows_of_different_kinds_do_not_share() -> None:
+    rows = [sequence(row, join((128, 1), (10 + 10 * row, 50 + row))) for row in range(4)]
+    found = group(rows, kind=lambda row: len(row.prompt.ids) >= 158)
+    assert [(trunk, [row.request.row for row in alike]) for trunk, alike in found] == [(128, [0, 1]), (128, [2, 3])]

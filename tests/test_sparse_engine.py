@@ -175,19 +175,53 @@ def test_only_long_rows_of_a_wave_are_sparse(model: Decoder, tokenizer: Tokenize
     ]
 
 
-def test_a_shared_beginning_is_sparse_if_it_is_long(model: Decoder, tokenizer: Tokenizer) -> None:
+def test_rows_that_share_a_beginning_are_sparse_by_their_prompts(model: Decoder, tokenizer: Tokenizer) -> None:
+    """Neither the beginning of 192 tokens nor any rest reaches the length, but every prompt does."""
     beginning, text = random_ids(192, 1), "a_shape:sinks=3,window=40"
     rows = [(request(i), Prompt(np.concatenate([beginning, random_ids(20 + i, 50 + i)]))) for i in range(3)]
-    shared = run_rows(sparse_engine(model, tokenizer, text, min_length=192), rows)
+    shared = run_rows(sparse_engine(model, tokenizer, text, min_length=212), rows)
     assert sorted(result.usage.cached_tokens for result in shared.values()) == [0, 192, 192]
-    for result in shared.values():
-        # The ends are dense, so that more is computed than alone.
-        assert result.attention_mode == "sparse"
-        assert 0.3 < (result.attention_density or 0) < 0.7
-    short = run_rows(sparse_engine(model, tokenizer, text, min_length=193), rows)
+    for row in rows:
+        # The pattern goes by positions alone, so that sharing changes nothing.
+        alone = only(run_rows(sparse_engine(model, tokenizer, text, min_length=212), [row]))
+        assert (shared[row[0].key].attention_mode, shared[row[0].key].text) == ("sparse", alone.text)
+        assert shared[row[0].key].attention_density == pytest.approx(alone.attention_density, abs=0.03)
+    short = run_rows(sparse_engine(model, tokenizer, text, min_length=215), rows)
     assert {result.attention_mode for result in short.values()} == {"dense"}
-    assert {result.attention_mode for row in rows for result in
-            run_rows(sparse_engine(model, tokenizer, text, min_length=193), [row]).values()} == {"sparse"}  # fmt: skip
+    assert sorted(result.usage.cached_tokens for result in short.values()) == [0, 192, 192]
+
+
+def test_long_and_short_rows_share_no_beginning(model: Decoder, tokenizer: Tokenizer) -> None:
+    beginning = random_ids(192, 1)
+    rows = [(request(i), Prompt(np.concatenate([beginning, random_ids(10 + 5 * i, 50 + i)]))) for i in range(4)]
+    found = run_rows(sparse_engine(model, tokenizer, SOME[0], min_length=212), rows)
+    by_row = [found[row[0].key] for row in rows]
+    assert [result.attention_mode for result in by_row] == ["dense", "dense", "sparse", "sparse"]
+    assert [result.usage.cached_tokens for result in by_row] == [0, 192, 0, 192]
+    dense = run_rows(new_engine(model, tokenizer), rows)
+    assert [found[row[0].key].text == dense[row[0].key].text for row in rows[:2]] == [True, True]
+
+
+@pytest.mark.parametrize("text", [*SOME, *EVERYTHING])
+def test_short_rests_of_a_shared_beginning(text: str, model: Decoder, tokenizer: Tokenizer) -> None:
+    """Rests of fewer queries than a pattern looks at select by those that they have."""
+    beginning = random_ids(128, 1)
+    rows = [(request(i), Prompt(np.concatenate([beginning, random_ids(1 + 30 * i, 50 + i)]))) for i in range(3)]
+    found = run_rows(sparse_engine(model, tokenizer, text, min_length=100), rows)
+    dense = run_rows(new_engine(model, tokenizer), rows)
+    for key, result in found.items():
+        assert result.attention_mode == "sparse"
+        assert 0 < (result.attention_density or 0) <= 1.0 + 1e-9
+        if text in EVERYTHING:
+            assert result.text == dense[key].text
+
+
+def test_labels_are_sparse_by_the_prompt(model: Decoder, tokenizer: Tokenizer) -> None:
+    """The beginning of whole pages, 256 of 300 tokens, does not reach the length; the prompt does."""
+    prompt = Prompt(random_ids(300, 2), branches=(np.array([5], np.int32), np.array([6, 7], np.int32)))
+    row = request(0, "classify", labels=("w5", "w6 w7")), prompt
+    for least, mode in ((300, "sparse"), (301, "dense")):
+        assert only(run_rows(sparse_engine(model, tokenizer, SOME[0], min_length=least), [row])).attention_mode == mode
 
 
 def test_labels_continue_a_sparse_prompt(model: Decoder, tokenizer: Tokenizer) -> None:
@@ -288,6 +322,17 @@ def test_the_gap_is_that_of_the_log_probabilities(model: Decoder, tokenizer: Tok
     for result in found.values():
         assert (result.text, result.label, result.embedding, result.logprobs) == (None, None, None, None)
         assert result.attention_mode == "sparse"
+
+
+def test_a_gap_does_not_depend_on_what_else_is_measured(model: Decoder, tokenizer: Tokenizer) -> None:
+    """Rows that begin alike are measured each by itself."""
+    beginning, text = random_ids(128, 1), "vertical_slash:vertical=10,slash=70"
+    rows = [(request(i), Prompt(np.concatenate([beginning, random_ids(70 + i, 50 + i)]))) for i in range(3)]
+    together = verified(sparse_engine(model, tokenizer, text), rows)
+    for row in rows:
+        alone = only(verified(sparse_engine(model, tokenizer, text), [row]))
+        assert together[row[0].key].attention_gap == alone.attention_gap
+        assert together[row[0].key].usage.cached_tokens == 0
 
 
 def test_everything_selected_has_no_gap(model: Decoder, tokenizer: Tokenizer) -> None:

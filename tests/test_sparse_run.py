@@ -306,6 +306,18 @@ def test_shares_measure_their_own_rows(tmp_path: Path, manifest: Path, tiny_mode
     assert len(measured(out)) == 3
 
 
+@pytest.mark.parametrize("shard", [None, "0/2", "1/2"])
+def test_no_row_to_measure(
+    shard: str | None, tmp_path: Path, manifest: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sample is asked for and no row ran sparse: nothing is measured, and nothing is wrong."""
+    given: dict[str, Any] = {**SPARSE, "min_sparse_length": 5000, "verify_sample": 2, "max_gap": 0.0}
+    code = run(manifest, tiny_model, tmp_path / "out", **given, allow_failures="1", shard=shard, quiet=False)
+    assert code is ExitCode.OK
+    if shard is None:
+        assert "attention: dense (no row ran sparse; from 5,000 tokens " in capsys.readouterr().err
+
+
 def test_a_grown_run_measures_more(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
     out = tmp_path / "out"
     run(manifest, tiny_model, out, **SPARSE, limit=1, verify_sample=2)

@@ -203,6 +203,8 @@ def paged_decode(
         same = partial(paged_decode, scale=scale, window=window, sinks=sinks, split=split, block_n=block_n)
         return torch.cat([same(q[i], k_pool, v_pool, table[i], lengths[i], max_length) for i in parts])
     block_d = triton.next_power_of_2(head_dim)
+    # In larger tiles these need more shared memory than chips below sm_90 have.
+    wide = q.dtype == torch.float32 and head_dim > 128
     partial_out = torch.empty((num_sequences, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_sequences, num_heads, num_splits), dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
@@ -221,15 +223,14 @@ def paged_decode(
         WINDOW=window or 0,
         GROUP=group,
         BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=block_n,
+        BLOCK_N=min(block_n, 32) if wide else block_n,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         SPLIT=split,
         PAGE=PAGE_TOKENS,
         EXACT=q.dtype == torch.float32,
         num_warps=4,
-        # Wide float32 heads need more shared memory in three stages than chips below sm_90 have, and in two some too.
-        num_stages=1 if q.dtype == torch.float32 and head_dim > 128 else 3,
+        num_stages=2 if wide else 3,
     )
     paged_decode_merge_kernel[(num_heads, num_sequences)](
         partial_out,

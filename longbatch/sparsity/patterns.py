@@ -15,6 +15,8 @@ from longbatch.errors import UsageError
 
 _MODULES = "longbatch.attention.patterns."
 _LONGEST = 1 << 30
+# More characters than any number here needs; Python refuses to convert integers of thousands of digits.
+_NUMBER_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,12 @@ class PatternSpec:
             if not equals or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", number):
                 raise UsageError(
                     f"{item.strip()!r} in the attention pattern {text!r} is not of the form parameter=number",
+                    hint=_usage(name, PATTERNS[name]) if name in PATTERNS else None,
+                )
+            if len(number) > _NUMBER_CHARACTERS:
+                raise UsageError(
+                    f"{key[:_NUMBER_CHARACTERS]} of the pattern {name[:_NUMBER_CHARACTERS]} is a number of "
+                    f"{len(number):,} characters",
                     hint=_usage(name, PATTERNS[name]) if name in PATTERNS else None,
                 )
             if key in values:

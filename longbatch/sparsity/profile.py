@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ FORMAT = "longbatch-profile"
 # Raised when a reader of the older version would misread a newer file.
 VERSION = 1
 _MAX_BYTES = 256 << 20
+_MEND = "make the profile again, or restore the file"
 
 
 class ProfileError(UsageError):
@@ -66,6 +68,14 @@ class LayerChoices:
     def patterns(self) -> LayerPatterns:
         return LayerPatterns(tuple(choice.spec for choice in self.heads), self.shared)
 
+    def wrong_count(self, num_heads: int, num_kv_heads: int) -> str | None:
+        """What is wrong with the number of choices in a layer of so many heads; None where it is right."""
+        wanted = num_kv_heads if self.shared else num_heads
+        if len(self.heads) == wanted:
+            return None
+        per = "key/value head" if self.shared else "head"
+        return f"has {len(self.heads)} entries; one per {per} makes {wanted}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
@@ -93,15 +103,13 @@ class Profile:
             raise ProfileError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads} in the profile"
             )
+        if not self.choices:
+            raise ProfileError("layers of the profile is empty; a model has one layer at least")
         for index, layer in enumerate(self.choices):
             if layer.shared and self.num_kv_heads is None:
                 raise ProfileError(f"layers[{index}] of the profile is shared, which needs num_kv_heads")
-            wanted = kv_heads if layer.shared else self.num_heads
-            if len(layer.heads) != wanted:
-                per = "key/value head" if layer.shared else "head"
-                raise ProfileError(
-                    f"layers[{index}].heads of the profile has {len(layer.heads)} entries; one per {per} makes {wanted}"
-                )
+            if wrong := layer.wrong_count(self.num_heads, kv_heads):
+                raise ProfileError(f"layers[{index}].heads of the profile {wrong}")
 
     @property
     def num_layers(self) -> int:
@@ -163,10 +171,7 @@ class Profile:
             "tool_version": self.tool_version,
             "created": self.created,
             "calibration": dict(self.calibration),
-            "layers": [
-                {"shared": layer.shared, "heads": [_choice_as_json(choice) for choice in layer.heads]}
-                for layer in self.choices
-            ],
+            "layers": [layer_as_json(layer) for layer in self.choices],
         }
 
     @classmethod
@@ -178,7 +183,7 @@ class Profile:
                 f"{path} is not a profile but looks like a MInference pattern file",
                 hint="turn it into one with `longbatch profile --import-minference FILE -o PROFILE`",
             )
-        fields = _Fields(path, value, "")
+        fields = Fields(path, value)
         if fields.take("format", str) != FORMAT:
             raise fields.fault("format", f"must be {FORMAT!r}: this is no profile")
         version = fields.take("version", int)
@@ -187,12 +192,12 @@ class Profile:
                 f"{path} is a profile of version {version}; this longbatch reads version {VERSION}",
                 hint="use the longbatch that wrote it, or make the profile again",
             )
-        layers = [_Fields(path, layer, f"layers[{i}]") for i, layer in enumerate(fields.take("layers", list))]
+        layers = [Fields(path, layer, f"layers[{i}]") for i, layer in enumerate(fields.take("layers", list))]
         if fields.take("num_layers", int) != len(layers):
             raise fields.fault("num_layers", f"differs from the {len(layers)} layers listed")
         try:
             return cls(
-                choices=tuple(_layer_from_json(layer) for layer in layers),
+                choices=tuple(layer_from_json(layer) for layer in layers),
                 num_heads=fields.take("num_heads", int),
                 num_kv_heads=fields.take("num_kv_heads", int, optional=True),
                 model_hash=fields.take("model_hash", str, optional=True),
@@ -200,27 +205,33 @@ class Profile:
                 source=fields.take("source", str),
                 tool_version=fields.take("tool_version", str),
                 created=fields.take("created", str),
-                calibration=fields.take("calibration", dict),
+                calibration=_calibration(fields),
             )
         except ProfileError as error:
             if str(path) in error.message:
                 raise
-            raise ProfileError(f"{path}: {error.message}", hint=error.hint) from None
+            raise ProfileError(f"{path}: {error.message}", hint=error.hint or _MEND) from None
 
 
-class _Fields:
-    """Reads one JSON object of the file, with the field's place in every complaint."""
+class Fields:
+    """Reads one JSON object of a file, with the field's place in every complaint. where: the object's place in the
+    file. mend: what helps where a field is wrong."""
 
-    def __init__(self, path: Path, value: Any, where: str) -> None:
-        self.path = path
-        self.where = where
+    def __init__(self, path: Path, value: Any, where: str = "", mend: str = _MEND) -> None:
+        self.path, self.where, self.mend = path, where, mend
         if not isinstance(value, dict):
-            raise ProfileError(f"{where or 'the content'} in {path} must be an object")
+            raise ProfileError(f"{where or 'the content'} in {path} must be an object", hint=mend)
         self.values: dict[str, Any] = value
 
+    def inner(self, value: Any, name: str) -> Fields:
+        """An object inside this one."""
+        return Fields(self.path, value, self.place(name), self.mend)
+
+    def place(self, name: str) -> str:
+        return f"{self.where}.{name}" if self.where else name
+
     def fault(self, name: str, text: str) -> ProfileError:
-        place = f"{self.where}.{name}" if self.where else name
-        return ProfileError(f"{place} in {self.path} {text}", hint="make the profile again, or restore the file")
+        return ProfileError(f"{self.place(name)} in {self.path} {text}", hint=self.mend)
 
     def take(self, name: str, kind: type[Any], *, optional: bool = False) -> Any:
         if name not in self.values:
@@ -231,17 +242,22 @@ class _Fields:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             names = {str: "a text", int: "an integer", bool: "true or false", list: "a list", dict: "an object"}
             raise self.fault(name, f"must be {names[kind]}{' or null' if optional else ''}")
+        if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            # JSON can say what UTF-8 cannot, and no terminal shows it.
+            raise self.fault(name, "holds half a character")
         return value
 
-    def number(self, name: str) -> float | None:
+    def number(self, name: str, maximum: float = sys.float_info.max) -> float | None:
         """A finite number that is not negative, or null."""
-        value = self.values.get(name, self)
-        if value is self:
+        if name not in self.values:
             raise self.fault(name, "is missing")
+        value = self.values[name]
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise self.fault(name, "must be a number, not negative, or null")
+        # Integers are as long as the file says; the comparison is exact for them too.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= maximum:
+            most = "" if maximum == sys.float_info.max else f", at most {maximum:g}"
+            raise self.fault(name, f"must be a number, not negative{most}, or null")
         return float(value)
 
 
@@ -252,24 +268,48 @@ def _choice_as_json(choice: HeadChoice) -> dict[str, Any]:
     return value
 
 
-def _layer_from_json(layer: _Fields) -> LayerChoices:
+def layer_as_json(layer: LayerChoices) -> dict[str, Any]:
+    """The entry of a layer in the file."""
+    return {"shared": layer.shared, "heads": [_choice_as_json(choice) for choice in layer.heads]}
+
+
+def layer_from_json(layer: Fields) -> LayerChoices:
+    """What `layer_as_json` described. Raises ProfileError."""
     heads = [
-        _choice_from_json(_Fields(layer.path, head, f"{layer.where}.heads[{i}]"))
-        for i, head in enumerate(layer.take("heads", list))
+        _choice_from_json(layer.inner(head, f"heads[{place}]")) for place, head in enumerate(layer.take("heads", list))
     ]
     return LayerChoices(tuple(heads), layer.take("shared", bool))
 
 
-def _choice_from_json(head: _Fields) -> HeadChoice:
+def _choice_from_json(head: Fields, *, may_have_runner_up: bool = True) -> HeadChoice:
     text = head.take("pattern", str)
     try:
         spec = PatternSpec.parse(text)
     except UsageError as error:
-        raise ProfileError(f"{head.where}.pattern in {head.path}: {error.message}", hint=error.hint) from None
+        raise ProfileError(
+            f"{head.place('pattern')} in {head.path}: {error.message}", hint=error.hint or head.mend
+        ) from None
     runner_up = None
-    if head.values.get("runner_up") is not None:
-        runner_up = _choice_from_json(_Fields(head.path, head.values["runner_up"], f"{head.where}.runner_up"))
-    return HeadChoice(spec, head.number("error"), head.number("density"), runner_up)
+    if (other := head.values.get("runner_up")) is not None:
+        if not may_have_runner_up:
+            # One behind the other they could be as many as the file is long.
+            raise head.fault("runner_up", "is the runner-up of a runner-up, which has none")
+        runner_up = _choice_from_json(head.inner(other, "runner_up"), may_have_runner_up=False)
+    return HeadChoice(spec, head.number("error"), head.number("density", 1.0), runner_up)
+
+
+def _calibration(fields: Fields) -> Mapping[str, Any]:
+    """Facts about the search, of which those that are counted with are of the right kind."""
+    found: dict[str, Any] = fields.take("calibration", dict)
+    facts = fields.inner(found, "calibration")
+    if "lengths" in found:
+        lengths = facts.take("lengths", list)
+        if any(isinstance(length, bool) or not isinstance(length, int) or length < 1 for length in lengths):
+            raise facts.fault("lengths", "must be a list of positive integers")
+    for name in ("seconds", "dense_seconds"):
+        if name in found:
+            facts.number(name)
+    return found
 
 
 def read_json(path: Path) -> Any:
@@ -281,6 +321,4 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise ProfileError(f"the profile {path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{path} is not valid JSON: {error}", hint="make the profile again, or restore the file"
-        ) from None
+        raise ProfileError(f"{path} is not valid JSON: {error}", hint=_MEND) from None
