@@ -118,7 +118,7 @@ class DiskError(LongbatchError):
 
 
 class FidelityError(LongbatchError):
-    """The measured gap to dense attention exceeds the limit."""
+    """The measured gap to dense attention exceeds the limit, or could not be measured where there is one."""
 
     exit_code = ExitCode.FIDELITY
 

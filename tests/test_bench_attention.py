@@ -19,7 +19,7 @@ from longbatch.bench.attention_inputs import random_inputs, scores_of, selection
 from longbatch.bench.attention_layers import indexed
 from longbatch.bench.timing import median_seconds
 from longbatch.cli import main
-from longbatch.cli.bench import parse_lengths
+from longbatch.cli.options import parse_lengths
 from longbatch.errors import UsageError
 from longbatch.sparsity import PatternSpec
 
@@ -234,7 +234,7 @@ def test_structured_inputs_look_near_and_at_the_first_keys() -> None:
 
 def test_lengths_are_read() -> None:
     assert parse_lengths("32K, 1m,700") == (32768, 1 << 20, 700)
-    for text in ("", "32G", "0", "1,,2", "-5"):
+    for text in ("", "32G", "0", "1,,2", "-5", "9" * 5000):
         with pytest.raises(UsageError, match="is no length"):
             parse_lengths(text)
 

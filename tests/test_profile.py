@@ -270,10 +270,9 @@ def test_impossible_lengths_are_refused(model: Path, tmp_path: Path, length: int
         (["--calibration", "calibration.jsonl", "-o", "p.json", "--tolerance", "0"], "--tolerance"),
         (["--calibration", "calibration.jsonl", "-o", "p.json", "--tolerance", "1.5"], "--tolerance"),
         (["--calibration", "calibration.jsonl", "-o", "p.json", "--lengths", "1K,x"], "--lengths"),
+        (["--calibration", "calibration.jsonl", "-o", "."], "is a folder"),
         (["--calibration", "calibration.jsonl", "-o", "p.json", "--measure", "logits"], "one of output, stream"),
         (["--calibration", "missing.jsonl", "-o", "p.json"], "missing.jsonl"),
-        (["--show", "missing.json"], "missing.json"),
-        (["--import-minference", "minference.json"], "a profile needs a file"),
     ],
 )
 def test_wrong_commands_are_refused(

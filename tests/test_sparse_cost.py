@@ -96,17 +96,6 @@ def test_a_budget_that_reaches_the_prompt_is_dense(spec: PatternSpec) -> None:
     assert density(spec, 60000) < 1.0
 
 
-def test_measured_shares_win() -> None:
-    measured = {4096: 0.5, 16384: 0.3}
-    assert density(SMALL, 4096, measured) == pytest.approx(0.5)
-    assert density(SMALL, 16384, measured) == pytest.approx(0.3)
-    assert 0.3 < density(SMALL, 8192, measured) < 0.5
-    longer = density(SMALL, 1 << 17) * 0.3 / density(SMALL, 16384)
-    assert density(SMALL, 1 << 17, measured) == pytest.approx(longer)
-    assert density(SMALL, 256, measured) == 1.0
-    assert density(SMALL, 4096, {4096: 0.0}) > 0
-
-
 # ---------------------------------------------------------------------------------------------- seconds
 
 
@@ -172,9 +161,11 @@ def test_break_even_is_none_where_sparse_never_wins() -> None:
 # ------------------------------------------------------------------------------------------------ rates
 
 
-def test_a_cpu_has_no_rates(tmp_path: Path) -> None:
-    assert sparse_rates(cpu_info(), "float32", tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(("info", "dtype"), [(cpu_info(), "bfloat16"), (cpu_info(), "float32"), (GPU, "float32")])
+def test_where_selections_are_masks_there_are_no_rates(info: DeviceInfo, dtype: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert sparse_rates(info, dtype, tmp_path, said.append) is None
+    assert list(tmp_path.iterdir()) == said == []
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -203,9 +194,11 @@ def test_rates_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     measured = replace(REFERENCE, device="NVIDIA Test", dense_flops=1e12)
     answer = json.dumps(asdict(measured))
     measuring(tmp_path, monkeypatch, f"import sys\nassert sys.argv[1:] == ['cuda:0', 'bfloat16']\nprint({answer!r})")
-    assert sparse_rates(GPU, "bfloat16", tmp_path / "cache") == measured
+    said: list[str] = []
+    assert sparse_rates(GPU, "bfloat16", tmp_path / "cache", said.append) == measured
     measuring(tmp_path, monkeypatch, "raise SystemExit('measured twice')")
-    assert sparse_rates(GPU, "bfloat16", tmp_path / "cache") == measured
+    assert sparse_rates(GPU, "bfloat16", tmp_path / "cache", said.append) == measured
+    assert said == ["measuring sparse attention on NVIDIA Test in bfloat16, once, for some seconds"]
     with pytest.raises(DeviceError, match="NVIDIA Test: measured twice"):
         sparse_rates(GPU, "float16", tmp_path / "cache")
 

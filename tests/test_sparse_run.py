@@ -1,50 +1,28 @@
-"""Sparse attention in whole runs: what is resolved, recorded, refused, measured, and continued after kills."""
+"""Sparse attention in whole runs: what is resolved, recorded, refused, and kept."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-import pyarrow.parquet as pq
 import pytest
-from run_folders import results, run, settings_of, tiny_model, words, write_manifest
+from run_folders import results, run, settings_of, tiny_model
+from sparse_runs import LENGTHS, SINKS, SPARSE, by_id, manifest
 
 from longbatch.device import cpu_info
-from longbatch.errors import ExitCode, FidelityError, InterruptedRun, UsageError
+from longbatch.errors import ExitCode, UsageError
 from longbatch.models import model_hash, read_spec
-from longbatch.output import RunFolder, read_gaps
+from longbatch.output import RunFolder
 from longbatch.plan.sparse_rates import REFERENCE
-from longbatch.run import make_plan, merge_folder
+from longbatch.run import make_plan
 from longbatch.run.attention import Device, RunAttention, resolve_attention, stored_length
 from longbatch.run.job import Job, open_folder
-from longbatch.run.status import read_status
 from longbatch.sparsity import HeadChoice, LayerChoices, LayerPatterns, PatternSpec, Profile
 
-__all__ = ["tiny_model"]
-
-SINKS = "a_shape:sinks=4,window=40"
-LENGTHS = (300, 10, 260, 220, 40, 180, 140)
-SPARSE: dict[str, Any] = {"attention": SINKS, "min_sparse_length": 100}
-
-
-@pytest.fixture
-def manifest(tmp_path: Path) -> Path:
-    rows: list[dict[str, Any]] = [{"id": f"r{i}", "prompt": words(n, i)} for i, n in enumerate(LENGTHS)]
-    rows += [
-        {"id": "score", "task": "score", "prompt": words(200, 20)},
-        {"id": "embed", "task": "embed", "prompt": words(190, 21)},
-        {"id": "label", "task": "classify", "prompt": words(240, 22), "labels": ["w5", "w6 w7"]},
-        {"id": "bad", "prompt": words(120, 23), "temperature": -1},
-    ]
-    return write_manifest(tmp_path / "manifest.jsonl", rows)
+__all__ = ["manifest", "tiny_model"]
 
 
 def make_profile(model: Path, path: Path, text: str = SINKS, **fields: Any) -> Path:
@@ -62,14 +40,6 @@ def make_profile(model: Path, path: Path, text: str = SINKS, **fields: Any) -> P
     }
     Profile(**values).save(path)
     return path
-
-
-def by_id(out: Path) -> dict[str, dict[str, Any]]:
-    return {row["id"]: row for row in results(out)}
-
-
-def measured(out: Path) -> dict[str, float]:
-    return {id: row["attention"]["gap"] for id, row in by_id(out).items() if row["attention"]["gap"] is not None}
 
 
 # ------------------------------------------------------------------------------------------------ how rows run
@@ -189,7 +159,10 @@ def test_only_layers_without_a_window_count(tmp_path: Path, tiny_model: Path) ->
     spec = read_spec(tiny_model)
     spec = replace(spec, layers=tuple(replace(layer, window=64) for layer in spec.layers))
     settings = settings_of(tiny_model, tmp_path, attention=SINKS, min_sparse_length=0)
-    assert not resolve_attention(settings, spec, "", Device(cpu_info(), "float32")).is_sparse
+    found = resolve_attention(settings, spec, "", Device(cpu_info(), "float32"))
+    assert found.describe() == (
+        f"dense ({PatternSpec.parse(SINKS)}: no layer of this model sees the whole prompt with uncapped scores)"
+    )
     dense = settings_of(
         tiny_model, tmp_path, attention="auto", profile=make_profile(tiny_model, tmp_path / "p", "dense")
     )
@@ -205,6 +178,32 @@ def test_a_run_keeps_the_length_that_it_began_with(tmp_path: Path, manifest: Pat
     assert stored_length(out) == 100
     assert run(manifest, tiny_model, out, attention=SINKS, limit=3) is ExitCode.OK
     assert [row["attention"]["mode"] for row in results(out)] == ["sparse", "dense", "sparse"]
+
+
+def test_a_run_that_began_dense_goes_on_dense(
+    tmp_path: Path, manifest: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Begun on a device that gains nothing: another one, where it would be faster, continues as it began."""
+    out, spec, fast = tmp_path / "out", read_spec(tiny_model), Timed(cpu_info(), "float32")
+    assert run(manifest, tiny_model, out, attention=SINKS, limit=2, quiet=False) is ExitCode.OK
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"attention: every row runs dense ({PatternSpec.parse(SINKS)}: never faster on this device")
+    settings = settings_of(tiny_model, out, attention=SINKS)
+    found = resolve_attention(settings, spec, "", fast)
+    assert found.describe().startswith(f"dense ({PatternSpec.parse(SINKS)}: not faster where this run began")
+    job = replace(Job.open(settings, [str(manifest)], print), attention=found)
+    assert open_folder(job)[0].attention == found
+    # Started at the same time, before there was a run to look at.
+    raced = resolve_attention(replace(settings, out=tmp_path / "none"), spec, "", fast)
+    assert raced.is_sparse
+    assert open_folder(replace(job, attention=raced))[0].attention == found
+    # Whatever else is asked for is another run.
+    longer = replace(settings, min_sparse_length=100)
+    assert resolve_attention(longer, spec, "", fast).min_length == 100
+    with pytest.raises(UsageError, match=r"attention: \(not set\) there"):
+        run(manifest, tiny_model, out, attention=SINKS, min_sparse_length=100)
+    other = resolve_attention(replace(settings, attention="strided:stride=2"), spec, "", fast)
+    assert "not faster where this run began" not in other.describe()
 
 
 def test_of_two_that_measured_the_first_decides(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
@@ -226,223 +225,3 @@ def test_the_plan_shows_it(tmp_path: Path, manifest: Path, tiny_model: Path) -> 
     view = make_plan(settings_of(tiny_model, None, **SPARSE), [str(manifest)])  # type: ignore[arg-type]
     assert view.attention == f"sparse from 100 tokens ({PatternSpec.parse(SINKS)})"
     assert view.as_dict()["attention"] == view.attention
-
-
-# ------------------------------------------------------------------------------------------------ the gap
-
-
-def test_a_sample_of_sparse_rows_is_measured(
-    tmp_path: Path, manifest: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert run(manifest, tiny_model, out, **SPARSE, verify_sample=4, max_gap=9.0, quiet=False) is ExitCode.FAILED_ROWS
-    told = capsys.readouterr().err
-    assert "4 rows that ran sparse run again, to measure the gap to dense attention" in told
-    gaps = measured(out)
-    assert f"gap to dense attention: {np.mean(list(gaps.values())):.3g} nats a token over 4 rows" in told
-    assert len(gaps) == 4
-    assert all(gap > 1e-3 for gap in gaps.values())
-    rows = by_id(out)
-    assert {rows[id]["attention"]["mode"] for id in gaps} == {"sparse"}
-    # Short and long ones: two of the four shorter rows, two of the longer ones.
-    lengths = sorted(rows[id]["usage"]["prompt_tokens"] for id in gaps)
-    assert lengths[1] <= 200 <= lengths[2]
-    run(manifest, tiny_model, tmp_path / "plain", **SPARSE)
-    for id, row in by_id(tmp_path / "plain").items():
-        assert (row["text"], row["label"], row["logprobs"]) == tuple(rows[id][n] for n in ("text", "label", "logprobs"))
-    again = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert run(manifest, tiny_model, out, **SPARSE, verify_sample=4) is ExitCode.FAILED_ROWS
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")} == again
-
-
-def test_all_rows_but_embeddings_can_be_measured(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
-    run(manifest, tiny_model, tmp_path / "out", **SPARSE, verify_sample=100)
-    assert set(measured(tmp_path / "out")) == {"r0", "r2", "r3", "r5", "r6", "score", "label"}
-
-
-def test_scores_are_compared_token_by_token(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
-    run(manifest, tiny_model, tmp_path / "out", **SPARSE, verify_sample=100)
-    run(manifest, tiny_model, tmp_path / "dense")
-    one, other = (
-        np.array([entry["logprob"] for entry in by_id(tmp_path / name)["score"]["logprobs"]])
-        for name in ("out", "dense")
-    )
-    assert measured(tmp_path / "out")["score"] == pytest.approx(np.abs(one - other).mean(), rel=1e-4)
-
-
-def test_too_large_a_gap_is_exit_code_7(
-    tmp_path: Path, manifest: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    settings: dict[str, Any] = {**SPARSE, "verify_sample": 3, "max_gap": 1e-4, "allow_failures": "100%"}
-    with pytest.raises(FidelityError, match=r"larger than --max-gap 0\.0001") as caught:
-        run(manifest, tiny_model, out, **settings, quiet=False)
-    assert caught.value.exit_code is ExitCode.FIDELITY
-    assert "more than --max-gap 0.0001" in capsys.readouterr().err
-    assert len(results(out)) == 11
-    assert (out / "_SUCCESS.json").exists()
-    with pytest.raises(FidelityError, match=r"larger than --max-gap 0\.0001"):
-        merge_folder(out)
-    assert "attention: sparse, 8 rows" in capsys.readouterr().err
-    assert run(manifest, tiny_model, out, **{**settings, "max_gap": 9.0}) is ExitCode.OK
-    assert len(measured(out)) == 3
-
-
-def test_a_selection_of_everything_passes_the_strictest_limit(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
-    settings = {"attention": "a_shape:sinks=0,window=5000", "min_sparse_length": 0, "verify_sample": 3}
-    code = run(manifest, tiny_model, tmp_path / "out", **settings, max_gap=1e-5, allow_failures="1")
-    assert code is ExitCode.OK
-    assert max(measured(tmp_path / "out").values()) < 1e-5
-
-
-def test_shares_measure_their_own_rows(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
-    out, settings = tmp_path / "out", {**SPARSE, "verify_sample": 3, "max_gap": 1e-4}
-    for i in range(2):
-        with pytest.raises(FidelityError):
-            run(manifest, tiny_model, out, **settings, shard=f"{i}/2")
-    assert len(read_gaps(RunFolder.open(out))) == 3
-    with pytest.raises(FidelityError):
-        merge_folder(out)
-    assert len(measured(out)) == 3
-
-
-@pytest.mark.parametrize("shard", [None, "0/2", "1/2"])
-def test_no_row_to_measure(
-    shard: str | None, tmp_path: Path, manifest: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A sample is asked for and no row ran sparse: nothing is measured, and nothing is wrong."""
-    given: dict[str, Any] = {**SPARSE, "min_sparse_length": 5000, "verify_sample": 2, "max_gap": 0.0}
-    code = run(manifest, tiny_model, tmp_path / "out", **given, allow_failures="1", shard=shard, quiet=False)
-    assert code is ExitCode.OK
-    if shard is None:
-        assert "attention: dense (no row ran sparse; from 5,000 tokens " in capsys.readouterr().err
-
-
-def test_a_grown_run_measures_more(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
-    out = tmp_path / "out"
-    run(manifest, tiny_model, out, **SPARSE, limit=1, verify_sample=2)
-    first = measured(out)
-    assert set(first) == {"r0"}
-    run(manifest, tiny_model, out, **SPARSE, verify_sample=2)
-    later = measured(out)
-    assert first.items() < later.items()
-    assert len(later) == 2
-    run(manifest, tiny_model, out, **SPARSE, verify_sample=5)
-    assert later.items() < measured(out).items()
-    assert len(measured(out)) == 5
-
-
-def test_the_sample_hangs_on_the_seed(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
-    chosen = set()
-    for seed in range(4):
-        run(manifest, tiny_model, tmp_path / f"{seed}", **SPARSE, seed=seed, verify_sample=1)
-        chosen |= set(measured(tmp_path / f"{seed}"))
-    assert len(chosen) > 1
-
-
-def crashing_verifier(job: Job, setup: Any) -> Any:
-    """Kills its process on every row."""
-    import os
-
-    class Crashing:
-        num_decoding = 0
-        spill = None
-
-        def run(self, waves: Any, should_stop: Any) -> Any:
-            for _ in waves:
-                os._exit(1)
-            yield from ()
-
-    return Crashing()
-
-
-def test_rows_that_cannot_be_measured_end_as_such(
-    tmp_path: Path,
-    manifest: Path,
-    tiny_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The run ends all the same, and says so; the next one tries again."""
-    from longbatch.run.execute import execute
-
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    settings = settings_of(tiny_model, tmp_path / "out", **SPARSE, verify_sample=1, max_gap=0.0, quiet=False)
-    code = execute(settings, [str(manifest)], verifier="test_sparse_run:crashing_verifier")
-    assert code is ExitCode.FAILED_ROWS
-    assert "gap to dense attention: no row could be measured" in capsys.readouterr().err
-    assert run(manifest, tiny_model, tmp_path / "out", **SPARSE, verify_sample=1) is ExitCode.FAILED_ROWS
-    assert len(measured(tmp_path / "out")) == 1
-
-
-def test_killed_while_measuring(tmp_path: Path, tiny_model: Path, uninstalled_environment: dict[str, str]) -> None:
-    """SIGKILL when the first gaps are in the journal: they are kept, the rest is measured by the same command."""
-    rows = [{"id": f"r{i}", "prompt": words(100 + i, i)} for i in range(24)]
-    manifest, out = write_manifest(tmp_path / "manifest.jsonl", rows), tmp_path / "out"
-    command = [
-        *(sys.executable, "-m", "longbatch", "run", str(manifest), "-o", str(out), "--model", str(tiny_model)),
-        *("--gpus", "0", "--threads", "1", "--max-tokens", "40", "--wave-tokens", "128"),
-        *("--attention", SINKS, "--min-sparse-length", "0", "--verify-sample", "20"),
-    ]
-    inner = out / "_work" / "verify"
-    with subprocess.Popen(command, env=uninstalled_environment, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not list(inner.glob("_work/*/journal*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGKILL)
-        for child in children:
-            child.kill()
-        process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    assert not (out / "results").exists()
-    status = read_status(out)
-    assert (status.rows_done, status.rows_total, status.supervisors[0].snapshot.state) == (24, 24, "verifying")
-    parts = {path.name for path in (out / "parts").iterdir()}
-    done = subprocess.run(command, env=uninstalled_environment, capture_output=True, text=True, check=False)
-    assert done.returncode == ExitCode.OK, done.stderr
-    assert {path.name for path in (out / "parts").iterdir()} == parts, "rows were answered again"
-    assert "20 rows that ran sparse" not in done.stderr, "what was measured is measured again"
-    assert len(measured(out)) == 20
-    stored = [pq.read_table(path, columns=["id"]).column(0).to_pylist() for path in (inner / "parts").iterdir()]
-    assert sorted(id for part in stored for id in part) == sorted(measured(out))
-    undisturbed = subprocess.run(
-        [str(tmp_path / "other") if word == str(out) else word for word in command],
-        env=uninstalled_environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert undisturbed.returncode == ExitCode.OK, undisturbed.stderr
-    assert measured(tmp_path / "other") == measured(out)
-
-
-def test_the_exit_code_of_the_command(
-    tmp_path: Path, manifest: Path, tiny_model: Path, uninstalled_environment: dict[str, str]
-) -> None:
-    flags = ["--attention", SINKS, "--min-sparse-length=100", "--verify-sample=1", "--max-gap=0", "--allow-failures=9"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "longbatch", "run", str(manifest), "-o", str(tmp_path / "out"), "--gpus=0", *flags),
-            *("--model", str(tiny_model), "--max-tokens=4", "--on-finish=echo $LONGBATCH_EXIT_CODE > code"),
-        ],
-        env=uninstalled_environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 7, done.stderr
-    assert "error: the gap between sparse and dense attention is larger than --max-gap 0" in done.stderr
-    assert (tmp_path / "code").read_text() == "7\n"
-
-
-def test_stopped_while_measuring(tmp_path: Path, manifest: Path, tiny_model: Path) -> None:
-    """A time that is over before the sample is measured: exit 75, and nothing is merged yet."""
-    out = tmp_path / "out"
-    run(manifest, tiny_model, out, **SPARSE)
-    with pytest.raises(InterruptedRun, match="3 rows are left to verify"):
-        run(manifest, tiny_model, out, **SPARSE, verify_sample=3, max_time="1s", grace=5.0)
-    assert run(manifest, tiny_model, out, **SPARSE, verify_sample=3) is ExitCode.FAILED_ROWS
-    assert len(measured(out)) == 3

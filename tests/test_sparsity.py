@@ -102,6 +102,8 @@ def test_a_pattern_text_is_read_and_given_back(text: str, full: str) -> None:
         ("antidiagonal:threshold=1.01", "threshold of the pattern antidiagonal is 1.01, .* a number from 0.0 to 1.0"),
         ("antidiagonal:stride=10", "one of 4, 8, 16, 32, 64"),
         ("a_shape:window=1e30", "is 1e[+]30"),
+        (f"a_shape:window={'9' * 5000}", "window of the pattern a_shape is a number of 5,000 characters"),
+        (f"a_shape:sinks=1,window=-{'0' * 5000}.5", "is a number of 5,003 characters"),
     ],
 )
 def test_a_wrong_pattern_text_is_refused(text: str, message: str) -> None:
@@ -237,6 +239,13 @@ def _drop(*path: str | int) -> Callable[[Any], None]:
         (_drop("model_hash"), "model_hash in .* is missing"),
         (_set("tolerance", to=-1), "tolerance in .* must be a number, not negative, or null"),
         (_set("tolerance", to="low"), "tolerance in .* must be a number"),
+        (_set("tolerance", to=10**400), "tolerance in .* must be a number"),
+        (_set("source", to="\ud800"), "source in .* holds half a character"),
+        (_set("num_heads", to=10**400), "one per head makes 10{400}$"),
+        (_set("calibration", to=[]), "calibration in .* must be an object"),
+        (_set("calibration", "lengths", to=5), r"calibration\.lengths in .* must be a list"),
+        (_set("calibration", "lengths", to=["a"]), r"calibration\.lengths in .* must be a list of positive integers"),
+        (_set("calibration", "seconds", to="long"), r"calibration\.seconds in .* must be a number"),
         (_set("layers", to={}), "layers in .* must be a list"),
         (_set("layers", 1, to=7), r"layers\[1\] in .* must be an object"),
         (_drop("layers", 1, "shared"), r"layers\[1\].shared in .* is missing"),
@@ -248,6 +257,16 @@ def _drop(*path: str | int) -> Callable[[Any], None]:
         (_drop("layers", 0, "heads", 2, "error"), r"layers\[0\].heads\[2\].error in .* is missing"),
         (_set("layers", 0, "heads", 1, "density", to=[1]), r"heads\[1\].density in .* must be a number"),
         (_set("layers", 0, "heads", 1, "density", to=float("inf")), r"heads\[1\].density in .* must be a number"),
+        (
+            _set("layers", 0, "heads", 1, "density", to=1.5),
+            r"heads\[1\].density in .* at most 1, or null",
+        ),
+        (_set("layers", 0, "heads", 1, "error", to=10**400), r"heads\[1\].error in .* must be a number"),
+        (_set("layers", 0, "heads", 1, "runner_up", "runner_up", to={}), r"runner_up.runner_up in .* of a runner-up"),
+        (
+            _set("layers", 0, "heads", 2, "pattern", to="a_shape:window=" + "1" * 5000),
+            r"heads\[2\].pattern in .*: window of the pattern a_shape is a number of 5,000 characters",
+        ),
         (_set("layers", 0, "heads", 1, "runner_up", to=[]), r"heads\[1\].runner_up in .* must be an object"),
         (_set("layers", 0, "heads", 1, "runner_up", "error", to=""), r"runner_up.error in .* must be a number"),
     ],
@@ -262,6 +281,15 @@ def test_a_damaged_profile_names_the_file_and_the_field(
     with pytest.raises(ProfileError, match=message) as error:
         Profile.load(path)
     assert str(path) in str(error.value)
+    assert error.value.hint
+
+
+def test_a_profile_without_layers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text(json.dumps({**some_profile().as_json(), "num_layers": 0, "layers": []}))
+    with pytest.raises(ProfileError, match=r"empty\.json: layers of the profile is empty") as error:
+        Profile.load(path)
+    assert error.value.hint
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"format": NaN', b"[" * 100_000])

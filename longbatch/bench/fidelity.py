@@ -140,7 +140,7 @@ def score_documents(
 
     info = device.detect()[0]
     dtype = device.default_dtype(info) if dtype == "auto" else dtype
-    rates = sparse_rates(info, dtype, cache_folder()) or REFERENCE
+    rates = sparse_rates(info, dtype, cache_folder(), say) or REFERENCE
     model = load(folder, getattr(torch, dtype), torch.device(info.torch_name))
     tile_rows = TILE_ROWS[model.device.type]
     say(MINFERENCE)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from longbatch.cli.options import parse_lengths
 from longbatch.errors import ExitCode, UsageError
 
 
@@ -64,19 +65,6 @@ def bench(
     if json is not None:
         write_json(name, measurements, json)
     return ExitCode.OK if all(row.checked for row in measurements) else ExitCode.FIDELITY
-
-
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Lengths such as `32K,100000,1M`. Raises UsageError."""
-    lengths = []
-    for part in text.split(","):
-        number, factor = part.strip().upper(), 1
-        if number.endswith(("K", "M")):
-            number, factor = number[:-1], 1024 if number.endswith("K") else 1024 * 1024
-        if not number.isdecimal() or not int(number):
-            raise UsageError(f"--lengths: {part.strip()!r} is no length", hint="such as 32K,128K")
-        lengths.append(int(number) * factor)
-    return tuple(lengths)
 
 
 def _accepted(name: str, measure: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from longbatch.config import Settings, choices, flag_name, help_text, is_switch, resolve
+from longbatch.errors import UsageError
 
 Outcome = TypeVar("Outcome")
 
@@ -44,6 +45,8 @@ _METAVARS = {
     "profile": "FILE",
     "max_gap": "NATS",
 }
+# Of a length in tokens; Python refuses to convert thousands of them.
+_LENGTH_DIGITS = 15
 Sources = Annotated[
     list[str],
     typer.Argument(
@@ -83,6 +86,30 @@ def settings_flags(*names: str) -> Callable[[Callable[..., Outcome]], Callable[.
         return resolved
 
     return decorate
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Lengths in tokens such as `32K,100000,1M`. Raises UsageError."""
+    lengths = []
+    for part in text.split(","):
+        number, factor = part.strip().upper(), 1
+        if number.endswith(("K", "M")):
+            number, factor = number[:-1], 1024 if number.endswith("K") else 1024 * 1024
+        if len(number) > _LENGTH_DIGITS or not number.isdecimal() or not int(number):
+            raise UsageError(f"--lengths: {part.strip()[:40]!r} is no length", hint="such as 32K,128K")
+        lengths.append(int(number) * factor)
+    return tuple(lengths)
+
+
+def refuse_without_effect(context: typer.Context, what: str, allowed: Collection[str]) -> None:
+    """Raise UsageError for what was given on the command line beside the parameters allowed. what: the way of calling
+    the command that reads no others."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE" and name not in allowed:
+            shown = max(parameter.opts, key=len) if parameter.param_type_name == "option" else name.upper()
+            raise UsageError(f"{what} takes no {shown}", hint=f"see {context.command_path} --help")
 
 
 def print_json(value: Any) -> None:

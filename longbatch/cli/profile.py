@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from longbatch.cli.options import settings_flags
+from longbatch.cli.options import parse_lengths, refuse_without_effect, settings_flags
 from longbatch.config import Settings
 from longbatch.errors import ExitCode
 
@@ -29,6 +29,7 @@ _READ = (
 @settings_flags(*_READ)
 def profile(
     settings: Settings,
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="FOLDER|ID", help="model folder or hub id; the small default model if none")
     ] = None,
@@ -51,7 +52,11 @@ def profile(
     ] = "output",
     lengths: Annotated[
         str | None,
-        typer.Option("--lengths", metavar="N,...", help="tokens that the documents are cut to; their own if not given"),
+        typer.Option(
+            "--lengths",
+            metavar="N,...",
+            help="tokens that the documents are cut to, such as 16K,100000; their own if not given",
+        ),
     ] = None,
     picture: Annotated[
         Path | None,
@@ -66,12 +71,20 @@ def profile(
     from longbatch.run.profile import import_profile, make_profile, show_profile
 
     if show is not None:
+        refuse_without_effect(context, "profile --show", ("show", "picture"))
         show_profile(show, picture)
     elif import_minference is not None:
-        import_profile(import_minference, out, picture)
+        allowed = ("import_minference", "out", "picture", "quiet", "config")
+        refuse_without_effect(context, "profile --import-minference", allowed)
+        import_profile(import_minference, out, picture, quiet=settings.quiet)
     else:
-        settings = replace(settings, model=model)
         make_profile(
-            settings, calibration or [], out, tolerance=tolerance, measure=measure, lengths=lengths, picture=picture
+            replace(settings, model=model),
+            calibration or [],
+            out,
+            tolerance=tolerance,
+            measure=measure,
+            lengths=() if lengths is None else parse_lengths(lengths),
+            picture=picture,
         )
     return ExitCode.OK

@@ -39,7 +39,8 @@ class _StoppedError(Exception):
 
 class Engine:
     """Runs rows on one device; `run` is the whole of it. attention: how long rows are prefilled sparse, None where none
-    are. spill: where long rows keep their state, if anywhere; who takes the results removes it from there."""
+    are. spill: where long rows keep their state, if anywhere; who takes the results removes it from there. share:
+    whether what rows begin with alike is prefilled once."""
 
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer, cache: KVCache, limits: EngineLimits, *, eos_ids: frozenset[int]
@@ -51,6 +52,7 @@ class Engine:
         self.counters = Counters()
         self.attention: EngineAttention | None = None
         self.spill: Spill | None = None
+        self.share = True
         self._ladder = Ladder(limits)
         self._answers = Answers(tokenizer, cache, limits)
         self._eos = eos_ids
@@ -250,7 +252,8 @@ class Engine:
     def _prefill(self, sequences: list[Sequence]) -> list[Result]:
         begin = time.monotonic()
         tile_rows = min(sequence.shape.tile_rows for sequence in sequences)
-        families = list(families_of(sequences, self.model, self.cache.pool, tile_rows, self.attention))
+        pool = self.cache.pool
+        families = list(families_of(sequences, self.model, pool, tile_rows, self.attention, share=self.share))
         resumed = self._run_steps(families, sequences)
         readers: dict[int, list[Reader]] = {}
         for family in families:

@@ -88,34 +88,35 @@ def families_of(
     pool: PagePool,
     tile_rows: int,
     attention: EngineAttention | None = None,
+    *,
+    share: bool = True,
 ) -> Iterator[Family[Owner]]:
-    """The token sequences to run: beginnings that rows share are taken once.
+    """The token sequences to run: beginnings that rows share are taken once, unless `share` is False.
 
     In float32 whole tiles are shared, so that a row's attention is summed up in the same pieces as when it is alone,
-    and gives the same bits.
+    and gives the same bits. A sparse row and a dense one share nothing: one beginning attends in one way.
     """
+
+    def is_long(sequence: Sequence) -> bool:
+        return attention is not None and len(sequence.prompt.ids) >= attention.min_length
+
     unit = math.lcm(PAGE_TOKENS, tile_rows) if model.dtype == torch.float32 else PAGE_TOKENS
     # Where frequencies depend on a row's length, equal tokens do not have equal keys.
-    shareable = not any(rope.needs_lengths for rope in model.ropes)
-    for trunk, rows in group(sequences, unit) if shareable else [(0, sequences)]:
+    shareable = share and not any(rope.needs_lengths for rope in model.ropes)
+    for trunk, rows in group(sequences, unit, is_long) if shareable else [(0, sequences)]:
         if trunk:
-            yield _with_attention(shared_family(rows, trunk, pool), attention)
+            yield _with_attention(shared_family(rows, trunk, pool), is_long(rows[0]))
         else:
             for sequence in rows:
-                yield _with_attention(family_of(sequence, model, pool), attention)
+                yield _with_attention(family_of(sequence, model, pool), is_long(sequence))
 
 
-def _with_attention(family: Family[Owner], attention: EngineAttention | None) -> Family[Owner]:
-    """Decide what of a family runs sparse: its trunk and each of its branches by their own lengths. Nothing is counted
-    where all of it is dense."""
-    if attention is None:
-        return family
-    parts = [len(family.trunk), *(len(branch.ids) for branch in family.branches)]
-    sparse = [length > 0 and length >= attention.min_length for length in parts]
-    if any(sparse):
-        family.trunk_executed = Executed(sparse[0])
-        for branch, is_sparse in zip(family.branches, sparse[1:], strict=True):
-            branch.executed = Executed(is_sparse)
+def _with_attention(family: Family[Owner], sparse: bool) -> Family[Owner]:
+    """Let a family run sparse, its trunk and each of its branches. Nothing is counted where all of it is dense."""
+    if sparse:
+        family.trunk_executed = Executed(True)
+        for branch in family.branches:
+            branch.executed = Executed(True)
     return family
 
 

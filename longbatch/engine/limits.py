@@ -34,8 +34,8 @@ class EngineLimits:
 class EngineAttention:
     """How an engine prefills long rows sparse.
 
-    layers: the patterns of each layer, None for those that stay dense. min_length: tokens from which a prompt, or a
-    beginning that rows share, is long. patterns: `NUMBER PATTERN`, how many heads of layers without a window run which
+    layers: the patterns of each layer, None for those that stay dense. min_length: tokens from which a prompt, as
+    a whole, is long. patterns: `NUMBER PATTERN`, how many heads of layers without a window run which
     pattern, most first.
     """
 
@@ -52,7 +52,7 @@ class EngineAttention:
             layers.append(None)
             if layer.window is not None:
                 continue
-            if layer.softcap is not None or all(head.is_dense for head in chosen.heads):
+            if not layer.is_plain or chosen.is_dense:
                 names["dense"] += layer.num_heads
                 continue
             layers[-1] = SparseLayer(chosen, layer.num_heads, layer.num_kv_heads, layer.scale)

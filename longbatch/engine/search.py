@@ -23,7 +23,8 @@ from longbatch.models.spec import LayerSpec
 from longbatch.plan.candidates import candidates
 from longbatch.plan.sparse_cost import dense_seconds
 from longbatch.plan.sparse_rates import SparseRates
-from longbatch.sparsity import HeadChoice, LayerChoices, PatternSpec
+from longbatch.sparsity import HeadChoice, LayerChoices
+from longbatch.sparsity.profile import Fields, layer_as_json, layer_from_json
 
 # Queries that run at once. On a CPU a mask of so many rows stays small beside the keys of a long document.
 TILE_ROWS = {"cpu": 1024, "cuda": 16384}
@@ -47,7 +48,7 @@ Watch = Callable[[int, int], None]
 class Search:
     """A search over documents: ids, int [N] of each. tolerance: the largest error of a head, by `measure`: `output`, of
     its attention output; `stream`, times the head's influence, of the hidden states. rates: of the device that times
-    are predicted for. watch: see `Watch`."""
+    are predicted for. watch: see `Watch`. Raises UsageError for a damaged layer in the state, before it computes."""
 
     def __init__(
         self,
@@ -70,16 +71,20 @@ class Search:
         self._candidates, _ = candidates(self._lengths)
         self._tile_rows = TILE_ROWS[model.device.type]
         self._storage = _storage(model, sum(self._lengths))
+        self._saved = {
+            index: _from_json(saved, layer.spec)
+            for index, layer in enumerate(model.layers)
+            if _takes_patterns(layer.spec) and (saved := state.layer(index)) is not None
+        }
 
     @torch.inference_mode()
     def run(self) -> Iterator[LayerFound]:
         """The outcome of every layer, in order; those that an earlier process finished come without a search."""
         documents = [Document(self._embedded(ids)) for ids in self._ids]
         for index, layer in enumerate(self._model.layers):
-            saved = self._state.layer(index)
-            if saved is not None:
-                found = _from_json(saved)
-            elif layer.spec.window is None and layer.spec.softcap is None:
+            if index in self._saved:
+                found = self._saved[index]
+            elif _takes_patterns(layer.spec):
                 found = self._search(index, documents)
                 self._state.save_layer(index, _as_json(found))
             else:
@@ -175,27 +180,26 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def _takes_patterns(spec: LayerSpec) -> bool:
+    """Whether a layer can run with patterns at all."""
+    return spec.window is None and spec.softcap is None
+
+
 def _as_json(found: LayerFound) -> dict[str, Any]:
     return {
-        "shared": found.choices.shared,
-        "heads": [_choice_as_json(choice) for choice in found.choices.heads],
+        **layer_as_json(found.choices),
         "seconds": found.seconds,
         "dense_seconds": found.dense_seconds,
         "num_trials": found.num_trials,
     }
 
 
-def _choice_as_json(choice: HeadChoice) -> dict[str, Any]:
-    runner_up = choice.runner_up and _choice_as_json(choice.runner_up)
-    return {"pattern": str(choice.spec), "error": choice.error, "density": choice.density, "runner_up": runner_up}
-
-
-def _from_json(values: dict[str, Any]) -> LayerFound:
-    heads = tuple(_choice_from_json(head) for head in values["heads"])
-    rest = {name: values[name] for name in ("seconds", "dense_seconds", "num_trials")}
-    return LayerFound(LayerChoices(heads, values["shared"]), **rest)
-
-
-def _choice_from_json(values: dict[str, Any]) -> HeadChoice:
-    runner_up = values["runner_up"] and _choice_from_json(values["runner_up"])
-    return HeadChoice(PatternSpec.parse(values["pattern"]), values["error"], values["density"], runner_up)
+def _from_json(saved: Fields, spec: LayerSpec) -> LayerFound:
+    """What `_as_json` described. Raises UsageError naming the file and the field."""
+    choices = layer_from_json(saved)
+    if wrong := choices.wrong_count(spec.num_heads, spec.num_kv_heads):
+        raise saved.fault("heads", wrong)
+    seconds, dense_seconds = saved.number("seconds"), saved.number("dense_seconds")
+    if seconds is None or dense_seconds is None:
+        raise saved.fault("seconds" if seconds is None else "dense_seconds", "must be a number")
+    return LayerFound(choices, seconds, dense_seconds, saved.take("num_trials", int))

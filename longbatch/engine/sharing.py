@@ -6,6 +6,8 @@ pages, and never the last token of a row, whose hidden state the row itself must
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
 import numpy as np
 
 from longbatch.cache import PAGE_TOKENS
@@ -14,14 +16,19 @@ from longbatch.engine.sequence import Sequence
 Group = tuple[int, list[Sequence]]
 
 
-def group(sequences: list[Sequence], unit: int = PAGE_TOKENS) -> list[Group]:
+def group(
+    sequences: list[Sequence], unit: int = PAGE_TOKENS, kind: Callable[[Sequence], Hashable] = lambda sequence: None
+) -> list[Group]:
     """(tokens of the trunk, rows) for rows that generate and share at least one unit of tokens; the rest alone with
-    a trunk of 0. unit: a multiple of PAGE_TOKENS.
+    a trunk of 0. unit: a multiple of PAGE_TOKENS. kind: only rows that are equal in it share.
 
     A trunk is one level deep. Where rows share a little and some of them much more (one system prompt, several
     documents, several questions each), the cut that saves more tokens is taken.
     """
-    return [found for rows in _by_unit(sequences, 0, unit) for found in _cut(rows, unit)]
+    kinds: dict[Hashable, list[Sequence]] = {}
+    for sequence in sequences:
+        kinds.setdefault(kind(sequence), []).append(sequence)
+    return [found for alike in kinds.values() for rows in _by_unit(alike, 0, unit) for found in _cut(rows, unit)]
 
 
 def _cut(rows: list[Sequence], unit: int) -> list[Group]:

@@ -18,7 +18,11 @@ from longbatch.engine.limits import Counters
 
 class VerifyingEngine:
     """Takes the place of an engine and gives results without answers, with `attention_gap` (None where the row has
-    nothing to compare)."""
+    nothing to compare).
+
+    Each row runs as it would alone: what it shares with others in the sample would depend on the sample, and a shared
+    beginning selects from its own last queries.
+    """
 
     # No row keeps its state on the disk: a row is measured whole.
     spill = None
@@ -26,6 +30,7 @@ class VerifyingEngine:
     num_decoding = 0
 
     def __init__(self, engine: Engine) -> None:
+        engine.share = False
         self._engine = engine
         self._sparse = engine.attention
 

@@ -82,6 +82,11 @@ class LayerSpec:
     moe: MoeSpec | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a query sees every key before it, by an uncapped softmax: what sparse patterns can replace."""
+        return self.window is None and self.softcap is None
+
+    @property
     def streams(self) -> tuple[StreamSpec, ...]:
         """The cache streams of this layer."""
         return (

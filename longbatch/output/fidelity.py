@@ -26,7 +26,8 @@ FOLDER = "verify"
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """answers: S32 [n], key and fingerprint, sorted. gaps: float64 [n], NaN where a row had nothing to compare."""
+    """answers: S32 [n], key and fingerprint, sorted. gaps: float64 [n], NaN where a row had nothing to compare. What
+    cannot be read is not among them."""
 
     answers: NDArray[np.bytes_]
     gaps: NDArray[np.float64]
@@ -38,8 +39,17 @@ class Gaps:
         """The gap of each of [n] answers, NaN where none was measured."""
         if not len(self):
             return np.full(len(answers), np.nan)
-        place = np.minimum(np.searchsorted(self.answers, answers), len(self) - 1)
-        return np.where(self.answers[place] == answers, self.gaps[place], np.nan)
+        return np.where(self.has(answers), self.gaps[self._places(answers)], np.nan)
+
+    def has(self, answers: NDArray[np.bytes_]) -> NDArray[np.bool_]:
+        """Which of [n] answers were looked at, whether or not they had something to compare."""
+        if not len(self):
+            return np.zeros(len(answers), dtype=bool)
+        found: NDArray[np.bool_] = self.answers[self._places(answers)] == answers
+        return found
+
+    def _places(self, answers: NDArray[np.bytes_]) -> NDArray[np.int64]:
+        return np.minimum(np.searchsorted(self.answers, answers), len(self) - 1)
 
     def fill(self, attention: pa.StructArray, answers: NDArray[np.bytes_]) -> pa.StructArray:
         """The column `attention` of some answers with their gaps filled in."""
@@ -74,10 +84,12 @@ def read_gaps(folder: RunFolder) -> Gaps:
         return Gaps(np.empty(0, "S32"), np.empty(0))
     done = scan(inner, journals=False)
     ok = np.flatnonzero(done.states == RowState.OK)
-    gaps = np.full(len(done), np.nan)
+    gaps, is_known = np.full(len(done), np.nan), np.zeros(len(done), dtype=bool)
     for chosen, column in _attention_of(done, ok, "gap"):
         gaps[chosen] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    return Gaps(done.answers[ok], gaps[ok])
+        # Null says that there was nothing to compare; a number that is none is damage.
+        is_known[chosen] = np.isfinite(gaps[chosen]) | column.is_null().to_numpy(zero_copy_only=False)
+    return Gaps(done.answers[is_known], gaps[is_known])
 
 
 def ran_sparse(done: Done) -> NDArray[np.bool_]:

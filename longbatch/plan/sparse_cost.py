@@ -1,14 +1,14 @@
 """What a pattern costs at a length: the share of the causal area that it selects, and seconds on a measured device.
 
-The share of `vertical_slash` depends on where a head's keys lie and not on its budgets alone. Without a measurement
-they are placed as in trained models: a quarter of the distances form one local band, the others lie in clusters of 64
-to 256 at log-uniform distances. A share measured at some lengths corrects the model at every length.
+The share of `vertical_slash` depends on where a head's keys lie and not on its budgets alone. They are placed as in
+trained models: a quarter of the distances form one local band, the others lie in clusters of 64 to 256 at log-uniform
+distances. A profile's densities are not asked: each is one number for documents of several lengths together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,18 +34,10 @@ def window_pairs(length: int, window: float) -> float:
     return seen * (seen + 1) / 2 + (length - seen) * seen
 
 
-def density(spec: PatternSpec, length: int, measured: Mapping[int, float] | None = None) -> float:
-    """Share of the causal pairs that a pattern selects at a length, above 0 and at most 1.
-
-    measured: shares by the length at which they were measured; between them the model's error is interpolated over the
-    logarithm of the length, beyond them the nearest one's is kept.
-    """
-    share = _modelled(spec, length)
-    if measured:
-        lengths = sorted(measured)
-        errors = [math.log(max(measured[known], 1e-12) / _modelled(spec, known)) for known in lengths]
-        share *= math.exp(np.interp(math.log(length), np.log(lengths), errors))
-    return min(1.0, share)
+def density(spec: PatternSpec, length: int) -> float:
+    """Share of the causal pairs that a pattern selects at a length, above 0 and at most 1, as it is predicted. Raises
+    KeyError for a pattern that no model is known of."""
+    return max(1.0 / length, min(1.0, _SHARES[spec.name](spec, length)))
 
 
 def selection_seconds(
@@ -111,11 +103,6 @@ def break_even(layers: Sequence[tuple[LayerSpec, LayerPatterns]], rates: SparseR
 
 
 # --------------------------------------------------------------------------------------------- shares
-
-
-def _modelled(spec: PatternSpec, length: int) -> float:
-    """The share without a measurement. Raises KeyError for a pattern that no model is known of."""
-    return max(1.0 / length, min(1.0, _SHARES[spec.name](spec, length)))
 
 
 def _window_share(length: int, keys: float) -> float:

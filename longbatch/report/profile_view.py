@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
+import warnings
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longbatch.errors import DiskError
+from longbatch.output.files import disk_errors, replace_file
 from longbatch.report.console import plain_table, standard_output
 from longbatch.sparsity import PATTERNS, HeadChoice, LayerChoices, PatternSpec, Profile
 
@@ -28,6 +32,8 @@ COLORS = (
 CELL, GAP, MARGIN, TEXT = 18, 2, 16, 16
 # A cell of density 0 is this much white.
 PALEST = 0.8
+# Where a picture keeps the hash of the profile that it shows.
+PICTURE_KEY = "longbatch-profile"
 NOTE = "density 0 to 1 from left to right; layers down, query heads across"
 
 
@@ -62,9 +68,10 @@ def choices_text(layer: LayerChoices) -> str:
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """Write a PNG: a row for each layer, a column for each query head, the pattern as colour, its density as strength.
-    Cells of a kv group that share a selection are joined. Raises DiskError."""
+    """Write a PNG, whole or not at all: a row for each layer, a column for each query head, the pattern as colour, its
+    density as strength. Cells of a kv group that share a selection are joined. Raises DiskError."""
     from PIL import Image, ImageDraw, ImageFont
+    from PIL.PngImagePlugin import PngInfo
 
     font = ImageFont.load_default(TEXT - 4)
     title = _title(profile)
@@ -89,10 +96,30 @@ def draw_profile(profile: Profile, path: Path) -> None:
             x = left + step * wide * place
             draw.rectangle((x, y, x + step * wide - GAP - 1, y + CELL - 1), fill=_fill(choice))
     _draw_legend(draw, font, names, left, legend)
+    notes, content = PngInfo(), io.BytesIO()
+    notes.add_text(PICTURE_KEY, _digest(profile))
+    image.save(content, format="PNG", pnginfo=notes)
+    with disk_errors("write", path):
+        replace_file(path, content.getvalue())
+
+
+def shows(picture: Path, profile: Profile) -> bool:
+    """Whether a file is a picture that `draw_profile` made of this profile."""
+    from PIL import Image
+
     try:
-        image.save(path, format="PNG")
-    except OSError as error:
-        raise DiskError(f"cannot write {path}: {error.strerror or error}") from error
+        with warnings.catch_warnings():
+            # Of a very large picture, which is none of ours and is not decoded.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(picture, formats=["PNG"]) as image:
+                return bool(image.info.get(PICTURE_KEY) == _digest(profile))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombWarning, Image.DecompressionBombError):
+        return False
+
+
+def _digest(profile: Profile) -> str:
+    """What tells a profile from every other."""
+    return blake2b(json.dumps(profile.as_json(), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _draw_legend(draw: ImageDraw, font: FreeTypeFont | ImageFont, names: Sequence[str], left: int, top: int) -> None:

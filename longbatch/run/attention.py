@@ -25,8 +25,9 @@ PROFILE = "profile"
 class RunAttention:
     """layers: the patterns of every layer of the model; empty where every row is dense, and `why` then says why.
 
-    name: `profile`, or the pattern that every head runs. source: where the patterns come from, for a person.
-    profile_hash: of the patterns in the profile. min_length: tokens from which a prompt runs sparse.
+    name: what was asked for, whether or not it is used: `profile`, or the pattern that every head runs; None where
+    nothing was. source: where the patterns come from, for a person. profile_hash: of the patterns in the profile.
+    min_length: tokens from which a prompt runs sparse.
     """
 
     layers: tuple[LayerPatterns, ...] = ()
@@ -46,6 +47,28 @@ class RunAttention:
         if not self.is_sparse:
             return {"attention": None, "profile_hash": None, "min_sparse_length": None}
         return {"attention": self.name, "profile_hash": self.profile_hash, "min_sparse_length": self.min_length}
+
+    def asked(self, min_length: int | None) -> dict[str, Any]:
+        """What a run was started with, apart from what that came to on its device. min_length: as given."""
+        return {"attention": self.name, "profile_hash": self.profile_hash, "min_sparse_length": min_length}
+
+    def dense(self, why: str) -> RunAttention:
+        """The same asked for, and no row sparse."""
+        return replace(self, layers=(), min_length=0, why=why)
+
+    def as_begun(self, out: Path | None) -> RunAttention | None:
+        """What the same, asked for without a least length, came to when the run in a folder began; None where none was
+        begun, or with something else."""
+        length = stored_length(out)
+        if length is not None:
+            return replace(self, min_length=length)
+        content = _stored(out)
+        try:
+            if content["info"]["attention"] != self.asked(None) or "attention" in content["identity"]:
+                return None
+        except (KeyError, TypeError):
+            return None
+        return self.dense(f"{self.source}: not faster where this run began, and a run keeps to that")
 
     def describe(self) -> str:
         """One line for a person."""
@@ -95,7 +118,8 @@ class Device:
 
 
 def resolve_attention(settings: Settings, spec: ModelSpec, model_hash: str, device: Device) -> RunAttention:
-    """What the settings come to. Where no least length is given, a run that was started before keeps its own.
+    """What the settings come to. Where no least length is given, a run that was started before keeps what they came to
+    then, whatever device goes on with it.
 
     Raises UsageError where the profile is another model's or cannot be read.
     """
@@ -103,27 +127,39 @@ def resolve_attention(settings: Settings, spec: ModelSpec, model_hash: str, devi
     if not chosen.is_sparse:
         return chosen
     patterned = list(_patterned(spec, chosen.layers))
-    if all(head.is_dense for _, patterns in patterned for head in patterns.heads):
-        return RunAttention(why=f"{chosen.source} has no sparse head")
+    if not patterned:
+        return chosen.dense(f"{chosen.source}: no layer of this model sees the whole prompt with uncapped scores")
+    if all(patterns.is_dense for _, patterns in patterned):
+        return chosen.dense(f"{chosen.source} has no sparse head")
     length = settings.min_sparse_length
     if length is None:
-        length = stored_length(settings.out)
+        begun = chosen.as_begun(settings.out)
+        if begun is not None:
+            return begun
     if length is None and device.rates is not None:
         length = break_even(patterned, device.rates)
     if length is None:
         reason = "never faster on this device; --min-sparse-length N runs it all the same"
-        return RunAttention(why=f"{chosen.source}: {reason}")
+        return chosen.dense(f"{chosen.source}: {reason}")
     return replace(chosen, min_length=length)
 
 
 def stored_length(out: Path | None) -> int | None:
     """The least length of sparse rows that a run folder was started with, if it is one and has one."""
+    content = _stored(out)
     try:
-        content = json.loads(((out or Path()) / "run.json").read_bytes())
         found = content["identity"].get("min_sparse_length")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None
     return found if isinstance(found, int) else None
+
+
+def _stored(out: Path | None) -> Any:
+    """What run.json says; nothing where there is none."""
+    try:
+        return json.loads(((out or Path()) / "run.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
 
 
 def _chosen(settings: Settings, spec: ModelSpec, model_hash: str) -> RunAttention:
@@ -147,4 +183,4 @@ def _chosen(settings: Settings, spec: ModelSpec, model_hash: str) -> RunAttentio
 def _patterned(spec: ModelSpec, layers: tuple[LayerPatterns, ...]) -> list[tuple[LayerSpec, LayerPatterns]]:
     """The layers that patterns can be used in, with theirs."""
     pairs = zip(spec.layers, layers, strict=True)
-    return [(layer, patterns) for layer, patterns in pairs if layer.window is None and layer.softcap is None]
+    return [(layer, patterns) for layer, patterns in pairs if layer.is_plain]

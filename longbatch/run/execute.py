@@ -13,7 +13,6 @@ from longbatch.errors import ExitCode, InterruptedRun, LongbatchError, RunningEr
 from longbatch.output import RunFolder
 from longbatch.privacy import LogFormatter
 from longbatch.run import slurm
-from longbatch.run.finish import too_far_error
 from longbatch.run.hooks import on_finish
 from longbatch.run.job import Job, open_folder, say_on_stderr
 from longbatch.run.owner import Owner
@@ -34,13 +33,15 @@ def execute(settings: Settings, sources: list[str], *, engine: str = ENGINE, ver
     answers rows, or measures them.
 
     Raises LongbatchError; InterruptedRun when it was told to stop or its time was over, FidelityError when all is done
-    and a measured gap is larger than allowed.
+    and a measured gap is larger than allowed, or none could be measured.
     """
     if settings.out is None:
         raise UsageError("a run needs a folder for its results", hint="give one with -o OUT")
     say: Callable[[str], None] = (lambda text: None) if settings.quiet else say_on_stderr
     shard = Shard.parse(settings.shard, os.environ)
     job, folder = open_folder(Job.open(settings, sources, say))
+    if job.attention.name is not None and not job.attention.is_sparse:
+        say(f"attention: every row runs dense ({job.attention.why})")
     run = Run(job, folder, shard, say)
     try:
         with Owner.acquire(folder.work, run.name) as owner, _log_to(folder), StopRequest() as stop:
@@ -57,8 +58,8 @@ def execute(settings: Settings, sources: list[str], *, engine: str = ENGINE, ver
             _back_into_the_queue(run, error, say)
         raise
     _after(settings, folder, code, summary, say)
-    if code is ExitCode.FIDELITY:
-        raise too_far_error(settings.max_gap)
+    if run.gap_error is not None:
+        raise run.gap_error
     return code
 
 

@@ -18,6 +18,7 @@ from longbatch.run.index import RowIndex
 from longbatch.run.job import SPOOL
 from longbatch.run.owner import WHOLE_RUN, Owner
 from longbatch.run.planning import index_path
+from longbatch.run.sample import Sample, read_sample
 from longbatch.run.stored import read_command
 from longbatch.run.supervisor import Tally
 
@@ -58,10 +59,10 @@ class Work:
         )
 
 
-def exit_code(settings: Settings, summary: MergeSummary, found: Fidelity) -> ExitCode:
-    """OK; FIDELITY when a measured gap is larger than --max-gap, whatever else; or FAILED_ROWS when more rows failed
-    than --allow-failures lets pass."""
-    if too_far(found.worst_gap, settings.max_gap):
+def exit_code(settings: Settings, summary: MergeSummary, gap_error: FidelityError | None) -> ExitCode:
+    """OK; FIDELITY when --max-gap is not kept, whatever else; or FAILED_ROWS when more rows failed than
+    --allow-failures lets pass."""
+    if gap_error is not None:
         return ExitCode.FIDELITY
     if summary.num_failed > settings.allowed_failures(summary.num_rows):
         return ExitCode.FAILED_ROWS
@@ -81,9 +82,22 @@ def too_far_error(max_gap: float | None) -> FidelityError:
     )
 
 
+def gap_error(found: Fidelity, max_gap: float | None) -> FidelityError | None:
+    """What a run ends with when --max-gap is not kept, or when rows ran sparse and nothing says whether it is."""
+    if too_far(found.worst_gap, max_gap):
+        return too_far_error(max_gap)
+    if max_gap is None or not found.num_sparse or found.num_measured:
+        return None
+    return FidelityError(
+        f"rows ran sparse and none could be measured, so that nothing says whether --max-gap {max_gap:g} is kept",
+        hint="the summary says why; the same command tries again what may succeed. Embeddings have nothing to compare",
+    )
+
+
 def merge_folder(out: Path, *, partial: bool) -> ExitCode:
     """`longbatch merge`: by the index that the run stored. Raises UsageError, InterruptedRun, DiskError; RunningError
-    while the run or one of its shares is under way; FidelityError as the run does."""
+    while the run or one of its shares is under way; FidelityError as the run does, and InterruptedRun where --max-gap
+    was given and rows are left to measure."""
     folder = RunFolder.open(out)
     with Owner.acquire(folder.work, WHOLE_RUN):
         recover(folder)
@@ -96,11 +110,20 @@ def merge_folder(out: Path, *, partial: bool) -> ExitCode:
         if not summary.num_missing:
             remove_copies(folder)
     found = fidelity(result_files(folder))
-    told = [f"attention: {_sparse_text(found)}", *_gap_lines(found)] if found.num_sparse else []
+    command = read_command(folder.work).values
+    wanted, max_gap = int(command.get("verify_sample") or 0), command.get("max_gap")
+    sample = read_sample(folder, wanted, found.num_sparse) if wanted and found.num_sparse else None
+    told = [f"attention: {_sparse_text(found)}", *_gap_lines(found, sample)] if found.num_sparse else []
     print("\n".join(summary_lines(folder, summary, Work(), told)), file=sys.stderr)
-    max_gap = read_command(folder.work).values.get("max_gap")
-    if too_far(found.worst_gap, max_gap):
-        raise too_far_error(max_gap)
+    error: FidelityError | InterruptedRun | None = gap_error(found, max_gap)
+    if sample is not None and sample.num_left and max_gap is not None and not too_far(found.worst_gap, max_gap):
+        error = InterruptedRun(
+            f"the results are written; {sample.num_left:,} rows that ran sparse were not measured, so that nothing "
+            f"says whether --max-gap {max_gap:g} is kept",
+            hint="run the same command again to measure them",
+        )
+    if error is not None:
+        raise error
     return ExitCode.FAILED_ROWS if summary.num_failed else ExitCode.OK
 
 
@@ -129,31 +152,38 @@ def summary_lines(folder: RunFolder, summary: MergeSummary, work: Work, attentio
     return lines
 
 
-def attention_lines(attention: RunAttention, found: Fidelity, settings: Settings) -> list[str]:
-    """How the rows attended, and how far that is from dense attention where it was measured."""
+def attention_lines(
+    attention: RunAttention, found: Fidelity, settings: Settings, sample: Sample | None = None
+) -> list[str]:
+    """How the rows attended, and how far that is from dense attention where it was measured. sample: what came of the
+    rows that were to be measured."""
     if not attention.is_sparse:
         return [f"attention: dense ({attention.why})"]
     if not found.num_sparse:
-        return [f"attention: dense (no row reaches {attention.min_length:,} tokens; {attention.source})"]
-    lines = [f"attention: {_sparse_text(found, attention.source)}", *_gap_lines(found)]
-    if settings.verify_sample and not found.num_measured:
-        lines.append("gap to dense attention: no row could be measured")
+        length = f"prompts of {attention.min_length:,} tokens and more do"
+        return [f"attention: dense (no row ran sparse, {length}; {attention.source})"]
+    lines = [f"attention: {_sparse_text(found, attention.source)}", *_gap_lines(found, sample)]
     if too_far(found.worst_gap, settings.max_gap):
         lines[-1] += f": more than --max-gap {settings.max_gap:g}"
     return lines
 
 
 def _sparse_text(found: Fidelity, source: str = "") -> str:
-    rows = "1 row" if found.num_sparse == 1 else f"{found.num_sparse:,} rows"
+    rows = rows_text(found.num_sparse)
     return f"sparse{f' ({source})' if source else ''}, {rows}, mean density {found.mean_density:.1%}"
 
 
-def _gap_lines(found: Fidelity) -> list[str]:
+def _gap_lines(found: Fidelity, sample: Sample | None) -> list[str]:
+    missing = "" if sample is None else sample.describe()
     if not found.num_measured:
-        return []
-    rows = "1 row" if found.num_measured == 1 else f"{found.num_measured:,} rows"
-    gaps = f"{found.mean_gap:.3g} nats a token over {rows}, at most {found.worst_gap:.3g}"
-    return [f"gap to dense attention: {gaps}"]
+        return [f"gap to dense attention: {missing}"] if missing else []
+    gaps = f"{found.mean_gap:.3g} nats a token over {rows_text(found.num_measured)}, at most {found.worst_gap:.3g}"
+    return [f"gap to dense attention: {gaps}{f'; {missing}' if missing else ''}"]
+
+
+def rows_text(number: int) -> str:
+    """`1 row`, `2 rows`."""
+    return "1 row" if number == 1 else f"{number:,} rows"
 
 
 def attention_json(attention: RunAttention, found: Fidelity) -> dict[str, Any]:

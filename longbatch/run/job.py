@@ -22,7 +22,7 @@ from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.output import RunFolder
 from longbatch.plan import Budget, CostModel, budget
 from longbatch.prompt import PromptBuilder
-from longbatch.run.attention import Device, RunAttention, resolve_attention, stored_length
+from longbatch.run.attention import Device, RunAttention, resolve_attention
 
 SPOOL = "spool"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -182,6 +182,7 @@ class Job:
             "model": str(self.model_dir),
             "architecture": self.spec.architecture,
             "sources": [source.name for source in self.manifest.sources],
+            "attention": self.attention.asked(self.settings.min_sparse_length),
         }
 
     def budget(self) -> Budget:
@@ -220,16 +221,16 @@ def open_folder(job: Job) -> tuple[Job, RunFolder]:
     """The job's run folder, started or continued. Raises UsageError, DiskError.
 
     Of several processes that start at once, each with a least length of sparse rows that it measured, the one that
-    starts the run decides for all.
+    starts the run decides for all; also that no row is sparse.
     """
     assert job.settings.out is not None
     try:
         return job, RunFolder.create_or_open(job.settings.out, job.identity(), job.info())
     except UsageError:
-        stored = stored_length(job.settings.out)
-        if not job.attention.is_sparse or job.settings.min_sparse_length is not None or stored is None:
+        begun = job.attention.as_begun(job.settings.out)
+        if not job.attention.is_sparse or job.settings.min_sparse_length is not None or begun is None:
             raise
-    job = replace(job, attention=replace(job.attention, min_length=stored))
+    job = replace(job, attention=begun)
     assert job.settings.out is not None
     return job, RunFolder.create_or_open(job.settings.out, job.identity(), job.info())
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from longbatch.core import Fault, Result
-from longbatch.errors import ExitCode, InterruptedRun, LongbatchError
+from longbatch.errors import ExitCode, FidelityError, InterruptedRun, LongbatchError
 from longbatch.output import (
     Fidelity,
     KeyTable,
@@ -35,11 +35,13 @@ from longbatch.run.finish import (
     attention_json,
     attention_lines,
     exit_code,
+    gap_error,
     print_json,
     remove_copies,
     summary_json,
     summary_lines,
     too_far,
+    too_far_error,
 )
 from longbatch.run.index import RowIndex
 from longbatch.run.inflight import INTERRUPTED, Strike, StrikeBook, clear_begun, find_begun, read_begun
@@ -47,6 +49,7 @@ from longbatch.run.job import SPOOL, Job
 from longbatch.run.owner import Owner
 from longbatch.run.planning import Remaining, get_index, index_path, remaining
 from longbatch.run.process import newest_attempt
+from longbatch.run.sample import read_sample
 from longbatch.run.shard import Shard
 from longbatch.run.status import Snapshot, StatusFile, WorkerState
 from longbatch.run.stopping import StopRequest
@@ -62,6 +65,7 @@ class Run:
     """One process's part in a run: all of it, or one shard.
 
     num_rows: results of this process. comes_back: whether it was cut short by something that wants it to go on later.
+    gap_error: set at the end where --max-gap is not kept.
     """
 
     def __init__(self, job: Job, folder: RunFolder, shard: Shard | None, say: Callable[[str], None]) -> None:
@@ -72,6 +76,7 @@ class Run:
         self.name = shard.name if shard else "run"
         self.num_rows = 0
         self.comes_back = False
+        self.gap_error: FidelityError | None = None
         self._prefix = f"{shard.name}-" if shard else ""
         self._stop = StopRequest()
         self._current: tuple[Supervisor | None, Remaining | None] = (None, None)
@@ -178,10 +183,12 @@ class Run:
         )
         num_rows = found.left.plan.totals.num_rows
         if num_rows and not self._stop.requested:
-            self._say(f"{num_rows:,} rows that ran sparse run again, to measure the gap to dense attention")
+            again = "row that ran sparse runs" if num_rows == 1 else "rows that ran sparse run"
+            self._say(f"{num_rows:,} {again} again, to measure the gap to dense attention")
             self._answered, self._held_before = (answered, left), answered.device_seconds
             self._supervise(supervisor, found.left, "verifying")
-        self._require_end(supervisor, found.left, "rows are left to verify")
+        num_left = supervisor.dispatcher.num_left
+        self._require_end(supervisor, found.left, f"{'row is' if num_left == 1 else 'rows are'} left to verify")
         self._answered, self._held_before = None, 0.0
 
     # ------------------------------------------------------------------------------------- before
@@ -243,13 +250,17 @@ class Run:
         settings, totals = self._job.settings, left.plan.totals
         self._current = supervisor, left
         num_done, num_failed = left.num_finished + len(left.failed), left.num_failed + len(left.failed)
-        progress = Progress(len(left.share), totals.prompt_tokens, settings.progress, quiet=settings.quiet)
+        verifying = self._answered is not None
+        # A row that is measured is read twice, sparse and dense.
+        tokens = totals.prompt_tokens * (2 if verifying else 1)
+        note = "measuring the gap to dense attention" if verifying else ""
+        progress = Progress(len(left.share), tokens, settings.progress, quiet=settings.quiet)
         progress.start(num_done, num_failed)
 
         def watch(running: Supervisor) -> bool:
             tally = running.tally
-            read = min(tally.prefill_tokens, totals.prompt_tokens)
-            progress.update(num_done + tally.rows, num_failed + tally.failed, read, tally.decode_tokens)
+            read = min(tally.prefill_tokens, tokens)
+            progress.update(num_done + tally.rows, num_failed + tally.failed, read, tally.decode_tokens, note)
             self._write_status("stopping" if running.stopping else state, running, left)
             return self._must_stop(running)
 
@@ -335,7 +346,7 @@ class Run:
             code = ExitCode.FAILED_ROWS if failed > settings.allowed_failures(len(left.share)) else ExitCode.OK
             gaps = read_gaps(folder).of(index.keys.answers[left.share])
             if too_far(float(np.nanmax(gaps, initial=0.0)), settings.max_gap):
-                code = ExitCode.FIDELITY
+                code, self.gap_error = ExitCode.FIDELITY, too_far_error(settings.max_gap)
             self._write_status("finished", supervisor, left, code)
             self._say(
                 f"share {self._shard.index} of {self._shard.count} is finished; then: longbatch merge {folder.path}"
@@ -352,12 +363,16 @@ class Run:
         nothing_ran = not left.plan.totals.num_rows and len(left.failed) == summary.num_rows
         attention = self._job.attention
         found = fidelity(result_files(folder)) if attention.is_sparse else Fidelity()
-        code = ExitCode.MANIFEST if nothing_ran else exit_code(settings, summary, found)
+        # One row that runs again is not measured.
+        wanted = settings.verify_sample if found.num_sparse and settings.only is None else 0
+        sample = read_sample(folder, wanted, found.num_sparse) if wanted else None
+        self.gap_error = gap_error(found, settings.max_gap) if settings.only is None else None
+        code = ExitCode.MANIFEST if nothing_ran else exit_code(settings, summary, self.gap_error)
         self._write_status("finished", supervisor, left, code)
         content = summary_json(folder, summary, work, attention_json(attention, found))
         if settings.json:
             print_json(content)
         elif not settings.quiet:
-            told = attention_lines(attention, found, settings)
+            told = attention_lines(attention, found, settings, sample)
             self._say("\n".join(summary_lines(folder, summary, work, told)))
         return code, content

@@ -24,7 +24,7 @@ from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.plan.candidates import candidates
 from longbatch.plan.sparse_rates import REFERENCE, SparseRates, sparse_rates
 from longbatch.prompt import PromptBuilder
-from longbatch.report.profile_view import choices_text, draw_profile, print_profile
+from longbatch.report.profile_view import choices_text, draw_profile, print_profile, shows
 from longbatch.report.units import seconds_text
 from longbatch.run.job import find_model, say_on_stderr
 from longbatch.sparsity import Profile, ProfileError, import_minference
@@ -47,17 +47,21 @@ MEASURES = ("output", "stream")
 def show_profile(path: Path, picture: Path | None) -> None:
     """Print a profile, and draw it if a picture is asked for. Raises ProfileError, DiskError."""
     profile = Profile.load(path)
+    if picture is not None:
+        _check_picture(picture, path, profile)
     print_profile(profile)
     if picture is not None:
         draw_profile(profile, picture)
 
 
-def import_profile(path: Path, out: Path | None, picture: Path | None) -> None:
+def import_profile(path: Path, out: Path | None, picture: Path | None, *, quiet: bool) -> None:
     """Turn a MInference pattern file into a profile, written to `out`. Raises ProfileError, UsageError, DiskError."""
     target = _target(out)
     if target.exists():
         raise _taken(target)
-    _keep(import_minference(path), target, picture)
+    drawn = picture or _beside(target)
+    _check_picture(drawn, target, None)
+    _keep(import_minference(path), target, drawn, quiet=quiet)
 
 
 def make_profile(
@@ -67,14 +71,14 @@ def make_profile(
     *,
     tolerance: float,
     measure: str,
-    lengths: str | None,
+    lengths: Sequence[int],
     picture: Path | None,
 ) -> None:
     """Search, write the profile and its picture, and print it. The same command again goes on where it was stopped, and
     only prints what is finished.
 
-    settings: model, device, and how rows are read. lengths: tokens that documents are cut to, separated by commas.
-    Raises UsageError, ManifestError, DeviceError, DiskError, and InterruptedRun on Ctrl-C.
+    settings: model, device, and how rows are read. lengths: tokens that documents are cut to; none if these
+    are to be whole. Raises UsageError, ManifestError, DeviceError, DiskError, and InterruptedRun on Ctrl-C.
     """
     if not sources:
         raise UsageError("a search needs documents", hint="give some with --calibration MANIFEST")
@@ -82,15 +86,15 @@ def make_profile(
         raise UsageError(f"--measure must be one of {', '.join(MEASURES)}, not {measure!r}")
     if not 0 < tolerance < 1:
         raise UsageError(f"--tolerance must lie between 0 and 1, not at {tolerance}")
-    try:
-        wanted = sorted({int(length) for length in lengths.split(",")}) if lengths else []
-    except ValueError:
-        raise UsageError(f"--lengths must be numbers separated by commas, not {lengths!r}") from None
     target = _target(out)
+    drawn = picture or _beside(target)
+    # Now, and not after hours of searching.
+    _check_picture(drawn, target, _written(target))
     from longbatch.engine.search_state import remove_state, state_folder
 
+    wanted = sorted(set(lengths))
     profile = search_profile(settings, sources, target, tolerance=tolerance, measure=measure, lengths=wanted)
-    _keep(profile, target, picture, quiet=settings.quiet)
+    _keep(profile, target, drawn, quiet=settings.quiet)
     if state_folder(target).exists():
         remove_state(target)
 
@@ -99,6 +103,8 @@ def _target(out: Path | None) -> Path:
     """Where the profile goes."""
     if out is None:
         raise UsageError("a profile needs a file", hint="give one with -o FILE")
+    if not out.name or out.is_dir():
+        raise UsageError(f"-o {out} is a folder", hint="give a file for the profile")
     return out
 
 
@@ -106,10 +112,39 @@ def _taken(out: Path) -> UsageError:
     return UsageError(f"{out} is there already", hint="delete it, or choose another -o")
 
 
-def _keep(profile: Profile, out: Path, picture: Path | None, *, quiet: bool = False) -> None:
+def _beside(out: Path) -> Path:
+    """Where the picture goes if nothing is said."""
+    return out.with_suffix(".png")
+
+
+def _written(out: Path) -> Profile | None:
+    """The profile that is in the file already, if it is one."""
+    try:
+        return Profile.load(out) if out.exists() else None
+    except ProfileError:
+        return None
+
+
+def _check_picture(picture: Path, out: Path, profile: Profile | None) -> None:
+    """Raise UsageError where a picture would be written over the profile `out`, or over anything but a picture of
+    `profile`, which is what a repeated command finds."""
+    if picture.resolve() == out.resolve() or (picture.exists() and out.exists() and picture.samefile(out)):
+        raise UsageError(
+            f"the picture would be written over the profile {out}", hint="give it another name with --picture FILE"
+        )
+    if picture.exists() and (profile is None or not shows(picture, profile)):
+        raise UsageError(
+            f"{picture} is there already, and the picture would be written over it",
+            hint="delete it, or give the picture another name with --picture FILE",
+        )
+
+
+def _keep(profile: Profile, out: Path, picture: Path, *, quiet: bool) -> None:
     """Write a profile and its picture, and print what is in it."""
     profile.save(out)
-    draw_profile(profile, picture or out.with_suffix(".png"))
+    # Again: a search takes long, and somebody may have come to use the name.
+    _check_picture(picture, out, profile)
+    draw_profile(profile, picture)
     if not quiet:
         print_profile(profile)
 
@@ -128,7 +163,7 @@ def search_profile(
     info = detect(settings.gpus)[0]
     dtype = default_dtype(info) if settings.dtype == "auto" else settings.dtype
     documents = calibration_documents(settings, sources, model_dir, spec, lengths, say)
-    rates = sparse_rates(info, dtype, cache_folder()) or REFERENCE
+    rates = sparse_rates(info, dtype, cache_folder(), say) or REFERENCE
     digest = model_hash(model_dir)
     identity = {
         "model_hash": digest,
@@ -142,7 +177,10 @@ def search_profile(
         return _finished(out, identity)
     # Whoever goes on with the search, it stays the one that was begun.
     state = SearchState.open(out, identity, {"created": _now(), "device": info.name, "rates": asdict(rates)})
-    rates = SparseRates(**state.facts["rates"])
+    try:
+        rates = SparseRates(**state.facts["rates"])
+    except (TypeError, ValueError) as error:
+        raise state.fault("rates", f"are no rates: {error}") from None
     _say_plan([len(ids) for ids in documents], rates, say)
     try:
         found = list(_searched(settings, model_dir, info, dtype, documents, tolerance, measure, rates, state, say))

@@ -14,12 +14,13 @@ from hashlib import blake2b
 import numpy as np
 
 from longbatch.core import Fault
-from longbatch.output import Done, RowState, RunFolder, ran_sparse, recover, scan, verify_folder
+from longbatch.output import Done, RowState, RunFolder, ran_sparse, read_gaps, recover, scan, verify_folder
 from longbatch.plan import CostModel, make_plan
 from longbatch.run.feed import read_entry
 from longbatch.run.index import RowIndex
 from longbatch.run.job import Job
 from longbatch.run.planning import Remaining
+from longbatch.run.sample import save_sample
 from longbatch.run.shard import Shard
 
 VERIFIER = "longbatch.run.worker:load_verifier"
@@ -45,9 +46,11 @@ class Verification:
         if shard is not None:
             wanted = wanted // shard.count + (shard.index < wanted % shard.count)
         places, states = known.find(index.keys.answers)
-        finished = (states == RowState.OK) | (states == RowState.FAILED)
+        # A gap that cannot be read is measured again.
+        finished = (states == RowState.FAILED) | read_gaps(folder).has(index.keys.answers)
         sparse = _sparse_entries(scan(folder, journals=False), index, share)
         chosen = np.array(sorted(_drawn(job, index, sparse, finished, wanted)), dtype=np.int64)
+        save_sample(inner, shard, min(wanted, len(sparse)), index.keys.answers[chosen])
         attempts = np.zeros(len(index), dtype=np.int32)
         attempts[places >= 0] = known.attempts[places[places >= 0]]
         again = chosen[~finished[chosen]]
@@ -83,7 +86,8 @@ def _sparse_entries(done: Done, index: RowIndex, share: np.ndarray) -> np.ndarra
 
 def _drawn(job: Job, index: RowIndex, sparse: np.ndarray, finished: np.ndarray, wanted: int) -> Iterator[int]:
     """One entry of each stratum; none where a stratum has none that can be compared."""
-    for stratum in np.array_split(sparse, min(wanted, len(sparse))) if wanted else ():
+    num_strata = min(wanted, len(sparse))
+    for stratum in np.array_split(sparse, num_strata) if num_strata else ():
         ranks = {entry: (not finished[entry], _lot(job.settings.seed, index, entry)) for entry in stratum.tolist()}
         for entry in sorted(ranks, key=ranks.__getitem__)[:MOST_LOOKS]:
             if finished[entry] or _is_comparable(job, index, entry):

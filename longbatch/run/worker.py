@@ -218,11 +218,30 @@ class Worker:
 
 
 def load_engine(job: Job, setup: WorkerSetup) -> Engine:
-    """The weights and the cache: the part of a worker that needs torch."""
+    """What answers rows: the part of a worker that needs torch."""
+    from longbatch.engine import Spill
+
+    engine = _load(job, setup)
+    if job.settings.spill is not None:
+        # Each run has its own folder there, so that runs with equal ids do not meet.
+        run = RunFolder.open(setup.out)
+        engine.spill = Spill(job.settings.spill / run.run_id, run.identity["model_hash"])
+    return engine
+
+
+def load_verifier(job: Job, setup: WorkerSetup) -> VerifyingEngine:
+    """What runs rows again to measure how far sparse attention is from dense."""
+    from longbatch.engine.verification import VerifyingEngine
+
+    return VerifyingEngine(_load(job, setup))
+
+
+def _load(job: Job, setup: WorkerSetup) -> Engine:
+    """The weights and the cache."""
     import torch
 
     from longbatch.cache import PAGE_TOKENS, KVCache
-    from longbatch.engine import Engine, EngineAttention, EngineLimits, Spill, warm_up
+    from longbatch.engine import Engine, EngineAttention, EngineLimits, warm_up
     from longbatch.models import load
 
     settings, budget = job.settings, setup.budget
@@ -248,20 +267,7 @@ def load_engine(job: Job, setup: WorkerSetup) -> Engine:
         engine.attention = EngineAttention.of(job.spec, setup.attention.layers, setup.attention.min_length)
     if setup.device.on_gpu:
         warm_up(engine)
-    if settings.spill is not None:
-        # Each run has its own folder there, so that runs with equal ids do not meet.
-        run = RunFolder.open(setup.out)
-        engine.spill = Spill(settings.spill / run.run_id, run.identity["model_hash"])
     return engine
-
-
-def load_verifier(job: Job, setup: WorkerSetup) -> VerifyingEngine:
-    """What runs rows again to measure how far sparse attention is from dense."""
-    from longbatch.engine.verification import VerifyingEngine
-
-    engine = load_engine(job, setup)
-    engine.spill = None
-    return VerifyingEngine(engine)
 
 
 def _die_with_parent() -> None:
