@@ -181,3 +181,16 @@ def test_what_a_killed_merge_left_is_cleaned_up(tmp_path: Path) -> None:
     (folder.work / ".merge-1" / "bucket-0.arrows").write_bytes(b"half")
     merge(folder, 1)
     assert sorted(path.name for path in folder.work.iterdir()) == ["w0"]
+
+
+def test_what_a_merge_left_that_was_killed_when_it_was_done_is_cleaned_up(tmp_path: Path) -> None:
+    """Its results are whole and are not written again, but the files that they replaced go."""
+    folder = make_folder(tmp_path)
+    requests = [make_request(row) for row in range(3)]
+    put(folder, *(make_result(request) for request in requests))
+    summary = merge(folder, KeyTable.of(requests))
+    left = folder.work / ".merge-123" / "old"
+    left.mkdir(parents=True)
+    (left / "results-00000.parquet").touch()
+    assert merge(folder, KeyTable.of(requests)) == summary
+    assert not list(folder.work.glob(".merge-*"))

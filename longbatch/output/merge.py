@@ -66,6 +66,10 @@ def merge(folder: RunFolder, expected: KeyTable | int, *, partial: bool = False)
     InterruptedRun if an answer is missing and not `partial`, DiskError.
     """
     damage: list[Damage] = []
+    with disk_errors("merge into", folder.results):
+        # Of a merge that was killed; also of one that was killed when all but its clearing up was done.
+        for stale in folder.work.glob(".merge-*"):
+            shutil.rmtree(stale)
     while True:
         done = scan(folder, journals=False)
         for found in done.damage:
@@ -175,8 +179,6 @@ def _write(
     folder: RunFolder, chosen: Chosen, counts: dict[str, int], num_missing: int, inputs: str, gaps: Gaps
 ) -> MergeSummary:
     with disk_errors("merge into", folder.results):
-        for stale in folder.work.glob(".merge-*"):
-            shutil.rmtree(stale)
         work = folder.work / f".merge-{os.getpid()}"
         new = work / "results"
         new.mkdir(mode=0o700, parents=True)
