@@ -63,7 +63,7 @@ def run(sources: str | Path | Sequence[str | Path], **settings: Any) -> ExitCode
     `LongbatchError` whose exit code the command would have; with FidelityError the results are complete.
     """
     from longbatch.config import resolve
-    from longbatch.run import execute
+    from longbatch.run.execute import execute
 
     return execute(resolve(settings).settings, _as_list(sources))
 

@@ -14,7 +14,7 @@ from engine_rows import word_tokenizer
 
 from longbatch.config import Settings, resolve
 from longbatch.errors import ExitCode
-from longbatch.run import execute
+from longbatch.run.execute import execute
 
 
 @pytest.fixture(scope="session")

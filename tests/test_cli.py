@@ -233,9 +233,9 @@ def test_the_python_functions_are_the_commands(monkeypatch: pytest.MonkeyPatch, 
     import longbatch as package
 
     seen: list[tuple[object, list[str]]] = []
-    module = import_module("longbatch.run")  # the attribute longbatch.run is the function
-    for name in ("execute", "make_plan"):
-        monkeypatch.setattr(module, name, lambda settings, sources: seen.append((settings, sources)))
+    # The attribute longbatch.run is the function, so the modules are asked for by name.
+    for module, name in (("longbatch.run.execute", "execute"), ("longbatch.run", "make_plan")):
+        monkeypatch.setattr(import_module(module), name, lambda settings, sources: seen.append((settings, sources)))
     monkeypatch.setenv("LONGBATCH_SEED", "9")
     package.run(manifest, out=tmp_path / "out", max_tokens=5)
     package.plan(["a.jsonl", Path("b.jsonl")], limit=2)

@@ -136,7 +136,7 @@ def test_every_error_is_public() -> None:
 def test_the_functions_run_and_plan_are_not_hidden_by_the_packages() -> None:
     program = (
         "import longbatch, longbatch.plan, longbatch.run\n"
-        "from longbatch.run import execute\n"
+        "from longbatch.run.execute import execute\n"
         "assert callable(longbatch.run) and callable(longbatch.plan) and callable(execute)\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=ROOT, capture_output=True, text=True)

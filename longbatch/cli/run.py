@@ -22,6 +22,6 @@ def run(
         from longbatch.cli.plan import show_plan
 
         return show_plan(sources, settings)
-    from longbatch.run import execute
+    from longbatch.run.execute import execute
 
     return execute(settings, sources)

@@ -8,14 +8,7 @@ from longbatch.config import Settings
 from longbatch.errors import ExitCode
 from longbatch.report.plan_view import PlanView
 
-__all__ = ["execute", "make_plan", "merge_folder"]
-
-
-def execute(settings: Settings, sources: list[str]) -> ExitCode:
-    """Answer every row of the sources into `settings.out`, continuing what is there."""
-    from longbatch.run.execute import execute as run
-
-    return run(settings, sources)
+__all__ = ["make_plan", "merge_folder"]
 
 
 def make_plan(settings: Settings, sources: list[str]) -> PlanView:
