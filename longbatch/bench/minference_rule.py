@@ -38,7 +38,7 @@ def choose(model: Decoder, ids: Sequence[int], first_query: int = FIRST_QUERY) -
     for index in range(len(model.layers)):
         run = LayerPass(model, index, document, TILE_ROWS)
         spec = run.layer.spec
-        if spec.window is None and spec.softcap is None:
+        if spec.is_plain:
             q, group = run.queries(slice(0, document.length)), spec.num_heads // spec.num_kv_heads
             heads = []
             for head in range(spec.num_heads):

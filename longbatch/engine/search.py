@@ -74,7 +74,7 @@ class Search:
         self._saved = {
             index: _from_json(saved, layer.spec)
             for index, layer in enumerate(model.layers)
-            if _takes_patterns(layer.spec) and (saved := state.layer(index)) is not None
+            if layer.spec.is_plain and (saved := state.layer(index)) is not None
         }
 
     @torch.inference_mode()
@@ -84,7 +84,7 @@ class Search:
         for index, layer in enumerate(self._model.layers):
             if index in self._saved:
                 found = self._saved[index]
-            elif _takes_patterns(layer.spec):
+            elif layer.spec.is_plain:
                 found = self._search(index, documents)
                 self._state.save_layer(index, _as_json(found))
             else:
@@ -178,11 +178,6 @@ def _storage(model: Decoder, num_tokens: int) -> torch.device:
 def _rounded(value: float) -> float:
     """Six digits."""
     return float(f"{value:.6g}")
-
-
-def _takes_patterns(spec: LayerSpec) -> bool:
-    """Whether a layer can run with patterns at all."""
-    return spec.window is None and spec.softcap is None
 
 
 def _as_json(found: LayerFound) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class SparseRows:
     def _at(self, length: int) -> float:
         total = 0.0
         for layer, patterns in self.layers:
-            if _is_dense(patterns):
+            if patterns.is_dense:
                 total += dense_seconds(length, layer, self.rates)
         for (spec, dim, heads, shared), number in self._selections.items():
             # Equal selections cost alike, so that each kind is worked out once.
@@ -50,18 +50,14 @@ class SparseRows:
 
     @cached_property
     def _num_sparse(self) -> int:
-        return sum(not _is_dense(patterns) for _, patterns in self.layers)
+        return sum(not patterns.is_dense for _, patterns in self.layers)
 
     @cached_property
     def _selections(self) -> Counter[tuple[PatternSpec, int, int, bool]]:
         """How many selections of each kind: pattern, head dimension, query heads, whether these run together."""
         found: Counter[tuple[PatternSpec, int, int, bool]] = Counter()
         for layer, patterns in self.layers:
-            if not _is_dense(patterns):
+            if not patterns.is_dense:
                 heads = layer.num_heads // len(patterns.heads)
                 found.update((head, layer.head_dim, heads, patterns.shared) for head in patterns.heads)
         return found
-
-
-def _is_dense(patterns: LayerPatterns) -> bool:
-    return all(head.is_dense for head in patterns.heads)
