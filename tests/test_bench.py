@@ -60,8 +60,9 @@ def test_command(
     file = tmp_path / "result.json"
     assert main(["bench", "made-up", "--json", str(file)]) == exit_code
     report = json.loads(file.read_text())
-    assert list(report) == ["bench", "date", "commit", "hardware", "versions", "rows"]
+    assert list(report) == ["bench", "date", "commit", "hardware", "versions", "complete", "rows"]
     assert report["bench"] == "made-up"
+    assert report["complete"] is True
     assert set(report["hardware"]) == {"cpu", "memory_gib", "gpus"}
     assert report["versions"]["torch"] == torch.__version__
     names = ("case", "metric", "value", "unit", "against", "ratio", "checked")
@@ -78,7 +79,7 @@ def test_table_keeps_words_whole(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_result_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="nowhere"):
-        write_json("job", [ROW], tmp_path / "nowhere" / "result.json")
+        write_json("job", [ROW], tmp_path / "nowhere" / "result.json", complete=True)
 
 
 # ------------------------------------------------------------------------------------------ texts, processes

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from longbatch.bench import attention, vs_workload
+from longbatch.attention.selection import Ranges
+from longbatch.bench import attention, attention_layers, attention_others, vs_workload
 from longbatch.bench.attention import Model, Rivals, compare, crossing, size_name
 from longbatch.bench.attention_check import Check, reference, sampled_blocks
 from longbatch.bench.attention_inputs import random_inputs, scores_of, selections, structured_inputs
-from longbatch.bench.attention_layers import indexed
+from longbatch.bench.attention_layers import counted, indexed, measure_layers
 from longbatch.bench.timing import median_seconds
 from longbatch.cli import main
 from longbatch.cli.options import parse_lengths
@@ -62,7 +63,9 @@ def test_workload_is_clustered_and_repeatable() -> None:
     vs_workload.slash.cache_clear()
     assert (vs_workload.slash(1 << 17, 6096) == distances).all()
     assert (vs_workload.slash(1 << 17, 6096, seed=1) != distances).any()
-    assert vs_workload.slash(50, 6096).tolist() == list(range(50))
+    # A prompt no longer than the budget keeps every distance.
+    for length in (50, 4096, 6096):
+        assert vs_workload.slash(length, 6096).tolist() == list(range(length))
 
 
 @pytest.mark.parametrize("row", [0, 63, 64, 200, 329])
@@ -90,6 +93,61 @@ def test_given_sums_become_the_workload(shared: bool) -> None:
     # The pattern takes its sums from the kernel again.
     other, _ = indexed(random_inputs(330, 4, 2, 16, torch.float32, CPU), specs, scores_of(chosen, 330, CPU), shared)
     assert torch.equal(other.columns, ranges.columns)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pairs_of_a_selection_are_counted_once(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs(330, 4, 2, 16, torch.float32, CPU)
+    layers = TINY.shared_layers if shared else LAYERS
+    counts: list[int] = []
+    true_pairs = Ranges.pairs
+
+    def pairs(self: Ranges, *rows: int) -> torch.Tensor:
+        counts.append(self.num_selections)
+        return true_pairs(self, *rows)
+
+    monkeypatch.setattr(Ranges, "pairs", pairs)
+    known: dict[attention_layers.Selection, float] = {}
+    for layer in layers:
+        chosen = selections(layer, 330)
+        specs = [PatternSpec.make("vertical_slash", vertical=v, slash=s) for v, s in layer]
+        ranges, _ = indexed(inputs, specs, scores_of(chosen, 330, CPU), shared)
+        assert counted(ranges, chosen, 330, known) == float(true_pairs(ranges, 0, 330, 330).sum())
+        assert counted(ranges, chosen, 330, known) == float(true_pairs(ranges, 0, 330, 330).sum())
+    # Of the second layer (40, 110) has been seen in one place.
+    assert counts == ([2, 2] if shared else [4, 3])
+
+
+def test_long_layers_warm_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def median(work: Any, device: torch.device, *, repeats: int, warmups: int = 1) -> float:
+        found.append(warmups)
+        return median_seconds(work, device, repeats=repeats, warmups=warmups)
+
+    monkeypatch.setattr(attention_layers, "median_seconds", median)
+    inputs = random_inputs(LENGTH, 4, 2, 16, torch.float32, CPU)
+    for longest, expected in ((LENGTH, [1, 1, 1, 1, 1]), (LENGTH - 1, [1, 1, 1, 1, 0])):
+        found.clear()
+        monkeypatch.setattr(attention_layers, "LONGEST_WARM_UP", longest)
+        measure_layers(inputs, LAYERS, shared=False, repeats=1, most_error=1e-5, pairs={})
+        assert found == expected
+
+
+def test_long_dense_attention_warms_up_on_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_others, "LONGEST_WARM_UP", 128)
+    ((_, kernel),) = attention_others.dense_kernels(CPU).items()
+    for length, expected in ((256, [128, 256, 256]), (128, [128, 128, 128])):
+        lengths: list[int] = []
+
+        def work(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+            lengths.append(len(q))  # noqa: B023
+            return kernel(q, *rest)
+
+        assert attention_others.measure_dense(
+            work, random_inputs(length, 4, 2, 16, torch.float32, CPU), 1, repeats=2
+        ).holds
+        assert lengths == expected
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -191,7 +249,7 @@ def test_no_speed_for_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_break_even_rows() -> None:
-    rows = compare(TINY, Rivals(), [], (64, 128), 1, CPU)
+    rows = list(compare(TINY, Rivals(), [], (64, 128), 1, CPU))
     # Interpreted kernels are never faster than dense attention.
     last = [row for row in rows if row.metric.startswith("break-even")]
     assert [(row.metric, row.value, row.checked) for row in last] == [("break-even lies above", 128, False)] * 2
@@ -212,6 +270,27 @@ def test_break_even_rows() -> None:
 def test_crossing(ratios: list[tuple[int, float]], expected: float | None) -> None:
     found = crossing(ratios)
     assert found is None if expected is None else found == pytest.approx(expected)
+
+
+def test_lines_hold_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {(row.case, row.metric): row.value for row in compare(TINY, Rivals(), [LENGTH], (64,), 1, CPU)}
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    for mode in attention.MODES.values():
+        case = f"longbatch, {mode}, {LENGTH}"
+        (line,) = (line for line in lines if line.startswith(f"{case}: "))
+        for metric in (attention.WHOLE, "estimate", "index", "attention", "executed rate", "density"):
+            assert f"{rows[case, metric]:.4g}" in line
+        assert line.endswith(f"error {rows[case, 'error of the worst layer']:.2g}")
+        ratio = rows[f"longbatch, {mode}, 64 tokens", "speed"]
+        assert any(line.startswith(f"break-even: 64 tokens, {mode}: {ratio:.3f} times torch SDPA") for line in lines)
+    dense = f"torch SDPA, {LENGTH}"
+    assert f"{dense}: {rows[dense, attention.WHOLE]:.4g} s, error {rows[dense, 'error']:.2g}" in lines
+
+
+def test_rows_come_as_they_are_measured() -> None:
+    rows = compare(TINY, Rivals(), [LENGTH, 10**9], (), 1, CPU)
+    assert next(rows).case == f"torch SDPA, {LENGTH}"
+    rows.close()
 
 
 def test_size_names() -> None:

@@ -231,7 +231,7 @@ def test_a_rival_of_blocks() -> None:
 
 def test_a_rival_that_does_not_run_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     broken: Any = object()
-    rows = compare(TINY, Rivals(minference=broken, flex=broken), [128], (), 1, CPU)
+    rows = list(compare(TINY, Rivals(minference=broken, flex=broken), [128], (), 1, CPU))
     assert {row.case.partition(",")[0] for row in rows} == {"torch SDPA", "longbatch"}
     assert all(row.checked for row in rows)
     assert "MInference, 128 does not run: AttributeError" in capsys.readouterr().err

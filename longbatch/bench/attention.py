@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch
 from longbatch.bench import vs_workload
 from longbatch.bench.attention_check import MOST_ERROR
 from longbatch.bench.attention_inputs import Inputs, random_inputs
-from longbatch.bench.attention_layers import LayerTimes, measure_layers
+from longbatch.bench.attention_layers import LayerTimes, Selection, measure_layers
 from longbatch.bench.attention_others import (
     OtherTimes,
     dense_kernels,
@@ -81,8 +81,8 @@ class Rivals:
 
 def measure(
     *, rivals: Path | None = None, lengths: Sequence[int] | None = None, quick: bool = False
-) -> list[Measurement]:
-    """The whole comparison. quick: 32K and 128K alone, fewer repeats, no break-even.
+) -> Iterator[Measurement]:
+    """The whole comparison, as it goes on. quick: 32K and 128K alone, fewer repeats, no break-even.
 
     Raises DeviceError without a GPU, UsageError for lengths that are no multiples of 128 and where the rivals' files
     are not those expected.
@@ -121,54 +121,55 @@ def compare(
     break_even: Sequence[int],
     repeats: int,
     device: torch.device,
-) -> list[Measurement]:
+) -> Iterator[Measurement]:
     """Every length, then the break-even with dense attention. The first use of a kernel compiles it, in a warm-up."""
-    rows: list[Measurement] = []
     for length in lengths:
-        # A dense layer of a million tokens takes 20 s.
-        rows += _compare_length(model, rivals, length, repeats if length <= 1 << 18 else min(repeats, 3), device)
-    return rows + (_break_even(model, break_even, repeats, device) if break_even else [])
+        # Long runs vary by less than a percent; those around the break-even are short.
+        yield from _compare_length(model, rivals, length, min(repeats, 3 if length <= 1 << 18 else 2), device)
+    if break_even:
+        yield from _break_even(model, break_even, repeats, device)
 
 
-def _compare_length(model: Model, rivals: Rivals, length: int, repeats: int, device: torch.device) -> list[Measurement]:
+def _compare_length(
+    model: Model, rivals: Rivals, length: int, repeats: int, device: torch.device
+) -> Iterator[Measurement]:
     name = size_name(length)
     inputs = _inputs(model, length, device)
-    rows: list[Measurement] = []
     against: list[tuple[str, float]] = []
     for kernel_name, kernel in dense_kernels(device).items():
-        say(f"{name}: {kernel_name}")
+        case = f"{kernel_name}, {name}"
+        say(case)
+        # A layer of a million tokens takes 16 s.
         times = measure_dense(kernel, inputs, len(model.layers), repeats if length <= 1 << 18 else 1)
         flops = 4 * model.head_dim * len(model.layers) * model.num_heads * length * (length + 1) / 2
-        rows += _other_rows(f"{kernel_name}, {name}", times, flops)
-        against.append((f"{kernel_name}, {name}", times.total))
+        yield from _other_rows(case, times, flops)
+        against.append((case, times.total))
     if (minference := rivals.minference) is not None:
         case = f"{MINFERENCE}, {name}"
         found = _attempt(case, lambda: measure_minference(minference, inputs, model.heads(), repeats))
         if found is not None:
             times, classes = found
-            rows += [
-                Measurement(case, f"one head ({vertical}, {slash})", one.total * 1e3, "ms", None, None, True)
-                for (vertical, slash), one in classes.items()
-                if one.holds
-            ]
-            rows += _other_rows(case, times)
+            for (vertical, slash), one in classes.items():
+                if one.holds:
+                    yield Measurement(case, f"one head ({vertical}, {slash})", one.total * 1e3, "ms", None, None, True)
+            yield from _other_rows(case, times)
             against.insert(0, (case, times.total))
     if (flex := rivals.flex) is not None:
         case = f"{FLEX_PREFILL}'s kernel, {name}"
         blocks = _attempt(case, lambda: measure_flex_blocks(flex, inputs, model.heads(), repeats))
-        rows += _other_rows(case, blocks) if blocks else []
+        if blocks is not None:
+            yield from _other_rows(case, blocks)
         case = f"{FLEX_PREFILL}, its own choice, {name}"
         num_heads = len(model.layers) * model.num_heads
         whole = _attempt(case, lambda: measure_flex(flex, inputs, num_heads, repeats))
         if whole is not None:
-            rows += _other_rows(case, whole)
+            yield from _other_rows(case, whole)
             against.append((case, whole.total))
+    pairs: dict[Selection, float] = {}
     for shared, mode in MODES.items():
-        say(f"{name}: longbatch, {mode}")
-        own = _own_times(model, inputs, shared, repeats)
-        say(f"{name}: {own.total:.3f} s, density {own.density:.4f}, error {max(own.errors):.2e}")
-        rows += _own_rows(f"longbatch, {mode}, {name}", own, model, against)
-    return rows
+        case = f"longbatch, {mode}, {name}"
+        say(case)
+        yield from _own_rows(case, _own_times(model, inputs, shared, repeats, pairs), model, against)
 
 
 def _attempt(case: str, work: Callable[[], Outcome]) -> Outcome | None:
@@ -184,14 +185,19 @@ def _attempt(case: str, work: Callable[[], Outcome]) -> Outcome | None:
         return None
 
 
-def _own_times(model: Model, inputs: Inputs, shared: bool, repeats: int) -> LayerTimes:
+def _own_times(model: Model, inputs: Inputs, shared: bool, repeats: int, pairs: dict[Selection, float]) -> LayerTimes:
     layers = model.shared_layers if shared else model.layers
-    return measure_layers(inputs, layers, shared=shared, repeats=repeats, most_error=model.most_error)
+    return measure_layers(inputs, layers, shared=shared, repeats=repeats, most_error=model.most_error, pairs=pairs)
 
 
 def _own_rows(case: str, times: LayerTimes, model: Model, against: Sequence[tuple[str, float]]) -> list[Measurement]:
     total, beside = times.total, times.estimate + times.index
     rate = times.rate(model.head_dim) / 1e12
+    # Enough to go by, should the table be lost.
+    say(
+        f"{case}: {total:.4g} s (estimate {times.estimate:.4g}, index {times.index:.4g}, attention"
+        f" {times.attention:.4g}), {rate:.4g} TFLOP/s, density {times.density:.4g}, error {max(times.errors):.2g}"
+    )
     rows = [
         # The same time once for each rival.
         *(Measurement(case, WHOLE, total, "s", rival, seconds / total, True) for rival, seconds in against),
@@ -208,6 +214,7 @@ def _own_rows(case: str, times: LayerTimes, model: Model, against: Sequence[tupl
 
 
 def _other_rows(case: str, times: OtherTimes, flops: float | None = None) -> list[Measurement]:
+    say(f"{case}: {times.total:.4g} s, error {times.error:.2g}")
     rows = [
         Measurement(case, WHOLE, times.total, "s", None, None, True),
         Measurement(case, "attention", times.attention, "s", None, None, True),
@@ -224,7 +231,7 @@ def _other_rows(case: str, times: OtherTimes, flops: float | None = None) -> lis
     return [*(rows if times.holds else []), error]
 
 
-def _break_even(model: Model, lengths: Sequence[int], repeats: int, device: torch.device) -> list[Measurement]:
+def _break_even(model: Model, lengths: Sequence[int], repeats: int, device: torch.device) -> Iterator[Measurement]:
     """The length from which on the whole of the model's sparse attention takes less time than dense attention."""
     (name, kernel), *_ = dense_kernels(device).items()
     ratios: dict[bool, list[tuple[int, float]]] = {shared: [] for shared in MODES}
@@ -233,23 +240,22 @@ def _break_even(model: Model, lengths: Sequence[int], repeats: int, device: torc
         say(f"break-even: {length:,} tokens")
         inputs = _inputs(model, length, device)
         dense = measure_dense(kernel, inputs, len(model.layers), repeats)
-        for shared in MODES:
-            own = _own_times(model, inputs, shared, repeats)
-            ratios[shared].append((length, dense.total / own.total))
-            holds = holds and own.holds and dense.holds
-    rows = []
+        pairs: dict[Selection, float] = {}
+        for shared, mode in MODES.items():
+            own = _own_times(model, inputs, shared, repeats, pairs)
+            ratio, checked = dense.total / own.total, own.holds and dense.holds
+            say(f"break-even: {length:,} tokens, {mode}: {ratio:.3f} times {name}, error {max(own.errors):.2g}")
+            yield Measurement(
+                f"longbatch, {mode}, {length:,} tokens", "speed", ratio, "times dense", name, ratio, checked
+            )
+            ratios[shared].append((length, ratio))
+            holds = holds and checked
     for shared, mode in MODES.items():
-        case = f"longbatch, {mode}"
-        rows += [
-            Measurement(f"{case}, {length:,} tokens", "speed", ratio, "times dense", name, ratio, holds)
-            for length, ratio in ratios[shared]
-        ]
-        found = crossing(ratios[shared])
+        case, found = f"longbatch, {mode}", crossing(ratios[shared])
         if found is None:
-            rows.append(Measurement(case, "break-even lies above", lengths[-1], "tokens", name, None, False))
+            yield Measurement(case, "break-even lies above", lengths[-1], "tokens", name, None, False)
         else:
-            rows.append(Measurement(case, "break-even", found, "tokens", name, None, holds))
-    return rows
+            yield Measurement(case, "break-even", found, "tokens", name, None, holds)
 
 
 def crossing(ratios: Sequence[tuple[int, float]]) -> float | None:

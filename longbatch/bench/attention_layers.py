@@ -8,7 +8,7 @@ replaced by ones whose highest entries are the workload's, so that what is execu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +25,13 @@ from longbatch.sparsity import PatternSpec
 if TYPE_CHECKING:
     from longbatch_kernels.range_attention import Prepared
 
+# (columns, distances, seed): what a selection of one length is.
+Selection = tuple[int, int, int]
 LAST_QUERIES = 64
 # Blocks of rows that are compared for one head of each class of each layer, beside the last one.
 CHECKED_BLOCKS = 2
+# Up to this length each layer's attention warms up; beyond it only the first layer's, which compiles for all of them.
+LONGEST_WARM_UP = 1 << 17
 
 
 @dataclass(slots=True)
@@ -64,8 +68,10 @@ def measure_layers(
     shared: bool,
     repeats: int,
     most_error: float,
+    pairs: dict[Selection, float],
 ) -> LayerTimes:
-    """Time and check every layer. layers: (vertical, slash) of each query head, or of each K/V head where `shared`."""
+    """Time and check every layer. layers: (vertical, slash) of each query head, or of each K/V head where `shared`.
+    pairs: those of selections counted before at this length; more are added."""
     from longbatch_kernels.range_attention import range_attention
 
     device, times = inputs.q.device, LayerTimes()
@@ -84,13 +90,26 @@ def measure_layers(
             lambda: range_attention(inputs.q, inputs.k, inputs.v, prepared, scale=inputs.scale, out=out),  # noqa: B023
             device,
             repeats=repeats,
+            warmups=1 if number == 0 or length <= LONGEST_WARM_UP else 0,
         )
-        times.pairs += float(ranges.pairs(0, length, length).sum()) * (inputs.group if shared else 1)
+        times.pairs += counted(ranges, chosen, length, pairs) * (inputs.group if shared else 1)
         times.causal += num_heads * length * (length + 1) / 2
         check = checked(inputs, out, chosen, shared, most_error, seed=number)
         times.errors.append(check.error)
         times.holds &= check.holds
     return times
+
+
+def counted(ranges: Ranges, chosen: Sequence[Chosen], length: int, pairs: dict[Selection, float]) -> float:
+    """Pairs of all selections of a layer; each of the workload's is counted once."""
+    names = [(len(one.columns), len(one.distances), one.seed) for one in chosen]
+    new = [number for number, name in enumerate(names) if name not in pairs]
+    if new:
+        which = torch.tensor(new, device=ranges.counts.device)
+        parts = ("starts", "stops", "counts", "columns", "column_counts", "windows")
+        found = replace(ranges, **{part: getattr(ranges, part)[which] for part in parts}).pairs(0, length, length)
+        pairs.update(zip([names[number] for number in new], found.tolist(), strict=True))
+    return sum(pairs[name] for name in names)
 
 
 def estimated(inputs: Inputs, shared: bool) -> tuple[Tensor, Tensor]:

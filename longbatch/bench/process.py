@@ -20,6 +20,8 @@ from longbatch.errors import LongbatchError, UsageError
 Arguments = ParamSpec("Arguments")
 Outcome = TypeVar("Outcome")
 
+_STARTED = time.monotonic()
+
 
 @dataclass(frozen=True, slots=True)
 class CommandRun:
@@ -110,5 +112,5 @@ def require_transformers() -> None:
 
 
 def say(text: str) -> None:
-    """One line about what is being measured, away from the table."""
-    print(text, file=sys.stderr, flush=True)
+    """One line about what is being measured, away from the table, behind the seconds since this module was loaded."""
+    print(f"[{time.monotonic() - _STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from longbatch import device
 from longbatch.errors import DiskError
+from longbatch.output.files import replace_file
 from longbatch.report.console import plain_table, standard_output
 
 VERSIONS = ("torch", "triton", "transformers", "tokenizers", "numpy")
@@ -43,22 +45,49 @@ def print_table(measurements: Sequence[Measurement]) -> None:
     standard_output().print(table)
 
 
-def write_json(name: str, measurements: Sequence[Measurement], path: Path) -> None:
-    """Write the measurements with what they were made on. Raises DiskError."""
+def recorded(name: str, found: Iterable[Measurement], path: Path | None) -> list[Measurement]:
+    """All measurements of a benchmark, printed as a table, whole or not. Each is in the file before the next is made,
+    so that whatever ends the process leaves what there is. Raises DiskError."""
+    measurements: list[Measurement] = []
+    try:
+        if path is not None:
+            write_json(name, measurements, path, complete=False)
+        for row in found:
+            measurements.append(row)
+            if path is not None:
+                write_json(name, measurements, path, complete=False)
+        if path is not None:
+            write_json(name, measurements, path, complete=True)
+    finally:
+        if measurements:
+            print_table(measurements)
+    return measurements
+
+
+def write_json(name: str, measurements: Sequence[Measurement], path: Path, *, complete: bool) -> None:
+    """Write the measurements with what they were made on; an older file is replaced whole. complete: whether the
+    benchmark has made all that it makes. Raises DiskError."""
     report = {
         "bench": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "hardware": _hardware(),
         "versions": _versions(),
+        "complete": complete,
         "rows": [asdict(row) for row in measurements],
     }
+    text = json.dumps(report, indent=1) + "\n"
     try:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if path.is_file() or not path.exists():
+            replace_file(path, text.encode())
+        elif complete:
+            # A pipe or a device takes one text.
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DiskError(f"cannot write {path}: {error.strerror}") from error
 
 
+@cache
 def _commit() -> str | None:
     """The commit of the tree that this package is run from, with + when it was changed; None outside a tree."""
     folder = Path(__file__).resolve().parent
@@ -74,6 +103,7 @@ def _commit() -> str | None:
     return commit and commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
+@cache
 def _hardware() -> dict[str, Any]:
     cpu = device.cpu_info()
     return {
@@ -83,6 +113,7 @@ def _hardware() -> dict[str, Any]:
     }
 
 
+@cache
 def _versions() -> dict[str, str]:
     from longbatch import __version__
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,12 @@ class Observed:
     tokenizer_seconds: float = 0.0
 
 
-def measure(sizes: Sequence[Sizes] = SIZES) -> list[Measurement]:
+def measure(sizes: Sequence[Sizes] = SIZES) -> Iterator[Measurement]:
     """Both commands on each manifest. Needs some 2.5 GB in the folder for temporary files. Raises UsageError where
     transformers is missing."""
     from longbatch.models.bundled import sample_weights
 
     require_transformers()
-    rows: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="longbatch-bench-") as folder:
         model_dir = long_model(sample_weights(say), Path(folder, "model"))
         for each in sizes:
@@ -68,8 +67,7 @@ def measure(sizes: Sequence[Sizes] = SIZES) -> list[Measurement]:
             validating = in_child(validate, manifest)
             say(f"{each.name}: plan")
             planning = in_child(plan, manifest, model_dir)
-            rows += compare(each, parsing, validating, planning, num_tokens)
-    return rows
+            yield from compare(each, parsing, validating, planning, num_tokens)
 
 
 def long_model(model_dir: Path, folder: Path) -> Path:

@@ -94,7 +94,8 @@ def slash(n: int, budget: int, seed: int = 0) -> np.ndarray:
     """Sorted int32 distances [budget] in [0, n): a local band of a quarter of the budget, the rest in clusters of 64
     to 256 neighbours at log-uniform distances."""
     rng = np.random.default_rng([seed, 2, n, budget])
-    budget = min(budget, n)
+    if budget >= n:
+        return np.arange(n, dtype=np.int32)
     band = min(max(FORCED_SLASH, budget // 4), budget)
     chosen = np.zeros(n, dtype=bool)
     chosen[:band] = True
@@ -115,10 +116,11 @@ def selected(columns: np.ndarray, distances: np.ndarray, row: int, num_keys: int
     From the definition and nothing else: for rows that end at e, distance t selects keys e-t-64..e-t-1.
     """
     end = (row // ROWS + 1) * ROWS
-    touched = np.zeros(end + ROWS, dtype=np.int32)
-    near = distances[distances < end].astype(np.int64)
-    np.add.at(touched, np.maximum(end - near - ROWS, 0), 1)
-    np.add.at(touched, end - near, -1)
-    mask = touched.cumsum()[:end] > 0
+    mask = np.zeros(end, dtype=bool)
+    near = distances[distances < end]
+    # Neighbours at most 64 apart touch, so that a cluster is marked at once.
+    for cluster in np.split(near, np.flatnonzero(np.diff(near) > ROWS) + 1):
+        if len(cluster):
+            mask[max(end - int(cluster[-1]) - ROWS, 0) : end - int(cluster[0])] = True
     mask[columns[columns < end]] = True
     return np.flatnonzero(mask[:num_keys])

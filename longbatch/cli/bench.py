@@ -20,7 +20,7 @@ def bench(
         typer.Argument(metavar="MODEL", help="fidelity: model folder or id; the small default model if left out"),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="also write the measurements here")
+        Path | None, typer.Option("--json", metavar="FILE", help="also write the measurements here, as they come")
     ] = None,
     lengths: Annotated[
         str | None,
@@ -47,7 +47,7 @@ def bench(
 ) -> ExitCode:
     """Measure speed and fidelity against a rival or a limit. Both in the same run, with the results checked."""
     from longbatch.bench import find
-    from longbatch.bench.report import print_table, write_json
+    from longbatch.bench.report import recorded
 
     given = {
         "model": model,
@@ -60,10 +60,7 @@ def bench(
         "dtype": dtype,
     }
     measure = find(name)
-    measurements = measure(**_accepted(name, measure, given))
-    print_table(measurements)
-    if json is not None:
-        write_json(name, measurements, json)
+    measurements = recorded(name, measure(**_accepted(name, measure, given)), json)
     return ExitCode.OK if all(row.checked for row in measurements) else ExitCode.FIDELITY
 
 
