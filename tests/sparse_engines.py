@@ -21,6 +21,7 @@ EVERYTHING = [
     "tri_shape:sinks=4,window=4096,last=10",
     "vertical_slash:vertical=4096,slash=4096",
     "block_sparse:top_k=1000",
+    "stripes:mass=1,rows=64,step=1",
 ]
 SOME = [
     "a_shape:sinks=3,window=40",
@@ -28,8 +29,11 @@ SOME = [
     "vertical_slash:vertical=40,slash=110",
     "block_sparse:top_k=2",
     "antidiagonal:stride=8,threshold=0.6,block=64",
+    "stripes:mass=0,window=8,rows=64,step=8",
 ]
 MIXED = ["a_shape:sinks=3,window=40", "dense", "vertical_slash:vertical=35,slash=120", "block_sparse:top_k=2"]
+# A layer of all three kinds.
+KINDS = ["a_shape:sinks=3,window=40", "block_sparse:top_k=2", "stripes:mass=0,window=8,rows=64,step=8"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import select_blocks, select_ranges
+from longbatch.attention.patterns import select_blocks, select_ranges, select_runs
 from longbatch.models.decoder import Decoder
 from longbatch.sparsity import LayerPatterns
 
@@ -32,8 +32,13 @@ def mask_of(
             continue
         for low in range(start // tile * tile, stop, tile):
             low, high = max(low, start), min(low + tile, stop, read)
-            (part,) = select_blocks(q[low - start : high - start], k, [spec], q_offset=low, **common)
-            masks[heads, low - start : high - start] = part.blocks.mask(0, low, high, k.shape[0])
+            tile_q = q[low - start : high - start]
+            if spec.kind == "runs":
+                (runs,) = select_runs(tile_q, k, [spec], q_offset=low, **common)
+                masks[heads, low - start : high - start] = runs.runs.mask(0, low, high, k.shape[0])
+            else:
+                (part,) = select_blocks(tile_q, k, [spec], q_offset=low, **common)
+                masks[heads, low - start : high - start] = part.blocks.mask(0, low, high, k.shape[0])
     return masks
 
 

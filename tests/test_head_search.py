@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from longbatch.engine.head_search import DENSE, LEAST_SAVING, HeadSearch, Pricing
+from longbatch.engine.head_rule import LEAST_SAVING, Limited
+from longbatch.engine.head_search import DENSE, HeadSearch, Pricing
 from longbatch.models.spec import LayerSpec
 from longbatch.plan.candidates import budget, candidates, covers, grid
 from longbatch.plan.sparse_cost import density
@@ -116,7 +117,7 @@ def test_the_cheapest_that_is_good_enough_is_found_in_few_trials(error: Error) -
     lengths = (32768, 8192)
     pricing = Pricing(lengths, LAYER, REFERENCE, shared=False)
     useful, _ = candidates(lengths)
-    search = HeadSearch(useful, pricing, [0.05])
+    search = HeadSearch(useful, pricing, Limited((0.05,)))
     tried = run_search(search, error, lengths)
     good = [pricing.expected(spec) for spec in useful if error(spec) <= 0.05]
     best = min([*good, pricing.expected(DENSE)])
@@ -128,7 +129,7 @@ def test_the_cheapest_that_is_good_enough_is_found_in_few_trials(error: Error) -
 def test_nothing_covered_by_a_failure_or_covering_a_success_is_tried() -> None:
     lengths = (65536,)
     useful, _ = candidates(lengths)
-    search = HeadSearch(useful, Pricing(lengths, LAYER, REFERENCE, shared=False), [0.05])
+    search = HeadSearch(useful, Pricing(lengths, LAYER, REFERENCE, shared=False), Limited((0.05,)))
     error = by_budget(20, 3, 30)
     passed: list[PatternSpec] = []
     failed: list[PatternSpec] = []
@@ -148,7 +149,7 @@ def test_a_head_whose_keys_scatter_is_priced_by_its_own_density() -> None:
     specs = [spec_of("vertical_slash:vertical=30,slash=800"), spec_of("a_shape:sinks=128,window=3968")]
     assert pricing.expected(specs[0]) < pricing.expected(specs[1])
     for share, winner in ((density(specs[0], 65536), specs[0]), (0.9, specs[1])):
-        search = HeadSearch(specs, pricing, [0.05])
+        search = HeadSearch(specs, pricing, Limited((0.05,)))
         while (spec := search.next()) is not None:
             search.record(spec, [0.01], [share if spec == specs[0] else density(spec, 65536)])
         assert search.best.spec == winner
@@ -156,7 +157,7 @@ def test_a_head_whose_keys_scatter_is_priced_by_its_own_density() -> None:
 
 def test_a_candidate_must_pass_on_every_document() -> None:
     lengths = (8192, 4096)
-    search = HeadSearch([A_SHAPE], Pricing(lengths, LAYER, REFERENCE, shared=False), [0.05, 0.05])
+    search = HeadSearch([A_SHAPE], Pricing(lengths, LAYER, REFERENCE, shared=False), Limited((0.05, 0.05)))
     search.record(A_SHAPE, [0.01, 0.01], [0.1])
     assert search.best.spec == DENSE
     assert search.runner_up is not None
@@ -165,10 +166,10 @@ def test_a_candidate_must_pass_on_every_document() -> None:
 
 @pytest.mark.parametrize("errors", [[0.01, 0.06], [0.01, math.inf]])
 def test_the_worst_head_of_a_group_decides(errors: list[float]) -> None:
-    search = HeadSearch([A_SHAPE], Pricing((8192,), LAYER, REFERENCE, shared=True), [0.05, 0.05])
+    search = HeadSearch([A_SHAPE], Pricing((8192,), LAYER, REFERENCE, shared=True), Limited((0.05, 0.05)))
     search.record(A_SHAPE, errors, [0.1])
     assert search.best.spec == DENSE
-    search = HeadSearch([A_SHAPE], Pricing((8192,), LAYER, REFERENCE, shared=True), [0.05, 0.05])
+    search = HeadSearch([A_SHAPE], Pricing((8192,), LAYER, REFERENCE, shared=True), Limited((0.05, 0.05)))
     search.record(A_SHAPE, [0.01, 0.05], [0.1])
     assert search.best.spec == A_SHAPE
 
@@ -176,7 +177,7 @@ def test_the_worst_head_of_a_group_decides(errors: list[float]) -> None:
 def test_the_runner_up_is_the_next_cheapest_that_passed() -> None:
     small, large = spec_of("a_shape:sinks=16,window=64"), spec_of("a_shape:sinks=16,window=1024")
     pricing = Pricing((8192,), LAYER, REFERENCE, shared=False)
-    search = HeadSearch([small, large], pricing, [0.05])
+    search = HeadSearch([small, large], pricing, Limited((0.05,)))
     assert search.runner_up is None
     search.record(large, [0.01], [density(large, 8192)])
     search.record(small, [0.02], [density(small, 8192)])

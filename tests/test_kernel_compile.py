@@ -91,6 +91,13 @@ def last_query(dtype: torch.dtype, *, dim: int, group: int, shared: bool) -> Non
     last_query(q, k, scale=0.1, q_offset=NUM_KEYS - 64, shared=shared)
 
 
+def key_mass(dtype: torch.dtype, *, dim: int, group: int, rows: int, step: int, shared: bool) -> None:
+    from longbatch_kernels.key_mass import key_mass
+
+    q, k = torch.zeros(301, 2 * group, dim, dtype=dtype), torch.zeros(NUM_KEYS, 2, dim, dtype=dtype)
+    key_mass(q, k, scale=0.1, q_offset=NUM_KEYS - 301, rows=rows, step=step, window=100, shared=shared)
+
+
 def pooled(dtype: torch.dtype, *, dim: int, block: int) -> None:
     from longbatch_kernels.block_scores import pooled, pooled_scores
 
@@ -172,6 +179,23 @@ CASES: dict[str, list[Case]] = {
             Case(f"{dim} {group} {shared}", partial(last_query, dim=dim, group=group, shared=shared))
             for dim in (64, 96, 128, 256)
             for group, shared in ((1, False), (4, False), (7, True))
+        ),
+    ],
+    "key_mass": [
+        Case("256 shared", partial(key_mass, dim=256, group=4, rows=512, step=16, shared=True), few=True),
+        *(
+            Case(
+                f"{dim} {group} {rows} {step} {shared}",
+                partial(key_mass, dim=dim, group=group, rows=rows, step=step, shared=shared),
+                types=HALF + WHOLE,
+            )
+            for dim in (64, 96, 128, 256)
+            for group, rows, step, shared in (
+                (3, 512, 16, False),
+                (4, 512, 16, True),
+                (7, 4096, 16, True),
+                (1, 64, 256, False),
+            )
         ),
     ],
     "block_scores": [

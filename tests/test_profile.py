@@ -112,8 +112,24 @@ def test_quiet_says_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_the_measure_is_part_of_a_search(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = manifest(tmp_path, 300), tmp_path / "p.json"
     assert search(model, source, out, "--measure", "stream") == 0
-    assert "0.5, relative L2 of the hidden states" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "0.5, relative L2 of the hidden states" in printed
+    assert "traded" not in printed
     assert search(model, source, out) == 2
+    assert search(model, source, out, "--measure", "model") == 2
+    assert search(model, source, tmp_path / "traded.json", "--measure", "model") == 0
+    assert "0.5, relative L2 of the hidden states, traded against time" in capsys.readouterr().out
+    assert Profile.load(tmp_path / "traded.json").calibration["measure"] == "model"
+
+
+def test_the_price_is_part_of_a_search(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = manifest(tmp_path, 300), tmp_path / "p.json"
+    assert search(model, source, out, "--price", "density") == 0
+    assert search(model, source, out) == 2
+    found = Profile.load(out)
+    assert (found.calibration["price"], found.calibration["priced_for"]) == ("density", "selected pairs alone")
+    # At 300 tokens no pattern saves time, but most save pairs.
+    assert found.calibration["seconds"] < found.calibration["dense_seconds"] / 2
 
 
 def test_a_run_takes_the_profile(model: Path, tmp_path: Path) -> None:
@@ -273,7 +289,8 @@ def test_impossible_lengths_are_refused(model: Path, tmp_path: Path, length: int
         (["--calibration", "calibration.jsonl", "-o", "p.json", "--tolerance", "1.5"], "--tolerance"),
         (["--calibration", "calibration.jsonl", "-o", "p.json", "--lengths", "1K,x"], "--lengths"),
         (["--calibration", "calibration.jsonl", "-o", "."], "is a folder"),
-        (["--calibration", "calibration.jsonl", "-o", "p.json", "--measure", "logits"], "one of output, stream"),
+        (["--calibration", "calibration.jsonl", "-o", "p.json", "--measure", "logits"], "one of output, stream, model"),
+        (["--calibration", "calibration.jsonl", "-o", "p.json", "--price", "cents"], "one of time, density"),
         (["--calibration", "missing.jsonl", "-o", "p.json"], "missing.jsonl"),
     ],
 )

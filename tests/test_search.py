@@ -16,7 +16,7 @@ from engine_rows import new_cache, random_ids, tiny_decoder
 from longbatch.attention import Segment, Step
 from longbatch.engine import search as search_module
 from longbatch.engine.head_error import Trials
-from longbatch.engine.head_search import DENSE
+from longbatch.engine.head_search import DENSE, Pricing
 from longbatch.engine.layer_pass import Document, LayerPass
 from longbatch.engine.limits import EngineAttention
 from longbatch.engine.prefill import prefill
@@ -172,6 +172,43 @@ def test_heads_of_little_influence_may_err_more(decoder: Decoder, tmp_path: Path
         assert error is not None
         assert error * influence <= 0.1 * (1 + 1e-5)
     assert max(error or 0.0 for error in errors) > 0.1
+
+
+@pytest.mark.parametrize("shared_flops", [1e12, 2e15])
+def test_errors_are_traded_against_time(decoder: Decoder, tmp_path: Path, shared_flops: float) -> None:
+    """No head, or group of heads, could have done better with its runner-up, with dense, or in the other way."""
+    ids, tolerance = random_ids(420, 1), 0.1
+    rates = replace(CHEAP, shared_flops=shared_flops, ranges_flops=1e15, blocks_flops=1e15)
+    found = next(Search(decoder, [ids], tolerance, rates, state_in(tmp_path), measure="model").run())
+    spec, choices = decoder.layers[0].spec, found.choices
+    assert choices.shared == (shared_flops > 1e15)
+    assert found.seconds < found.dense_seconds
+    with torch.inference_mode():
+        document = Document(decoder.embed(torch.from_numpy(ids).long()))
+        trials = Trials(decoder, 0, [document], 512, torch.device("cpu"))
+        influences = trials.influences()
+    each = 2 if choices.shared else 1
+    unit = Pricing((420,), spec, rates, shared=False).seconds(DENSE, (1.0,))
+    pricing = Pricing((420,), spec, rates, choices.shared)
+    taken = 0.0
+    for at, head in enumerate(choices.heads):
+        assert head.runner_up is not None
+        costs = []
+        for one in (head, head.runner_up):
+            outcome = trials.run({at: one.spec}, shared=choices.shared, limits=[math.inf] * 4)[at]
+            weighted = [
+                error * influence / tolerance
+                for error, influence in zip(outcome.errors, influences[at * each :], strict=False)
+            ]
+            assert len(weighted) == each
+            assert one.error == pytest.approx(max(outcome.errors), rel=1e-3, abs=1e-6)
+            seconds = pricing.seconds(one.spec, outcome.shares)
+            costs.append(sum(error * error for error in weighted) + seconds / unit)
+            taken += seconds if one is head else 0.0
+        assert costs[0] <= costs[1] * (1 + 1e-6)
+        assert costs[0] <= pricing.seconds(DENSE, (1.0,)) / unit * (1 + 1e-6)
+    assert taken == pytest.approx(found.seconds)
+    assert any(not head.spec.is_dense for head in choices.heads)
 
 
 def test_earlier_layers_run_as_the_engine_runs_them(decoder: Decoder) -> None:

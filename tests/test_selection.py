@@ -14,6 +14,7 @@ from longbatch.attention.selection import (
     ROWS,
     Blocks,
     Ranges,
+    Runs,
     block_lists,
     listed_blocks,
     merged_ranges,
@@ -195,3 +196,34 @@ def test_block_lists_ascend_and_end_in_minus_one() -> None:
     indices, counts = block_lists(index, keep)
     assert indices.tolist() == [[0, 5, 9, -1], [-1, -1, -1, -1]]
     assert counts.tolist() == [3, 0]
+
+
+def random_runs(bounds: list[int], window: int, seed: int) -> Runs:
+    """Of each run: some columns, none, all."""
+    rng = np.random.default_rng(seed)
+    lists = []
+    for stop in bounds[1:]:
+        some = np.sort(rng.choice(stop, size=min(stop, int(rng.integers(1, 40))), replace=False)).tolist()
+        lists += [some, [], list(range(stop))]
+    columns, counts = padded(lists, NOWHERE)
+    num_runs = len(bounds) - 1
+    return Runs(columns.reshape(num_runs, 3, -1), counts.reshape(num_runs, 3), tuple(bounds), window)
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 400])
+@pytest.mark.parametrize("bounds", [[0, 1], [0, 64, 128, 200], [70, 128, 256, 300], [5, 6, 7]])
+def test_runs_follow_their_definition(bounds: list[int], window: int) -> None:
+    runs, stop = random_runs(bounds, window, seed=0), bounds[-1]
+    for s in range(3):
+        mask = runs.mask(s, bounds[0], stop, stop)
+        for run, (low, high) in enumerate(pairwise(bounds)):
+            own = set(runs.columns[run, s, : runs.column_counts[run, s]].tolist())
+            for q in range(low, high):
+                seen = {key for key in own | set(range(q - window + 1, q + 1)) if 0 <= key <= q}
+                assert set(mask[q - bounds[0]].nonzero()[:, 0].tolist()) == seen
+    for start, end in ((bounds[0], stop), (bounds[0], bounds[0] + 1), (stop - 1, stop), (bounds[0] + 1, stop)):
+        if start < end:
+            masks = [runs.mask(s, start, end, stop).sum() for s in range(3)]
+            assert runs.pairs(start, end, stop).tolist() == [float(one) for one in masks]
+    with pytest.raises(ValueError, match="after the last"):
+        runs.pairs(bounds[0], stop, stop - 1)

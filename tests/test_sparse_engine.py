@@ -11,6 +11,7 @@ import torch
 from engine_rows import new_engine, random_ids, request, run_rows
 from sparse_engines import (
     EVERYTHING,
+    KINDS,
     MIXED,
     SOME,
     logprobs,
@@ -234,7 +235,9 @@ def test_a_failed_row_says_how_it_attended(model: Decoder, tokenizer: Tokenizer)
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
-    "texts", [MIXED, SOME[:1], SOME[1:2], SOME[3:4]], ids=["mixed", "ranges", "two-rows", "blocks"]
+    "texts",
+    [MIXED, SOME[:1], SOME[1:2], SOME[3:4], SOME[5:], [*KINDS, SOME[1]]],
+    ids=["mixed", "ranges", "two-rows", "blocks", "runs", "kinds"],
 )
 def test_the_kernels_are_asked_the_same(texts: list[str], shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer's way through the kernels, interpreted: a tile in the middle and one at the end, in chunks."""
@@ -262,7 +265,13 @@ def test_the_kernels_compute_what_the_masks_do(length: int, dtype: torch.dtype, 
     """One selection of a mixed layer, in tiles: kernels in half precision beside masks in float32."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(length, heads, 128, generator=generator, device="cuda") for heads in (8, 2, 2))
-    texts = [*MIXED, "tri_shape:sinks=5,window=600,last=90", "vertical_slash:vertical=1000,slash=500"]
+    texts = [
+        "stripes:mass=0.3,rows=512",
+        *MIXED,
+        "tri_shape:sinks=5,window=600,last=90",
+        "vertical_slash:vertical=1000,slash=500",
+        "stripes:mass=0.1,rows=128,window=30",
+    ]
     heads = tuple(PatternSpec.parse(texts[i % len(texts)]) for i in range(2 if shared else 8))
     sparse = SparseLayer(LayerPatterns(heads, shared), 8, 2, 128**-0.5)
     half = [x.to(dtype) for x in (q, k, v)]
@@ -272,13 +281,14 @@ def test_the_kernels_compute_what_the_masks_do(length: int, dtype: torch.dtype, 
         part = half[0][start : start + 4096]
         found = sparse.attend(part, *half[1:], selection, q_offset=start)
         blocks = sparse._selected_blocks(part, half[1], selection, start)
+        runs = sparse._selected_runs(part, half[1], selection, start)
         exact = [x.float() for x in half]
         for low in range(start, min(start + 4096, length), 512):
             rows = slice(low - start, low - start + 512)
             ranges = next((one for one in selection.ranges if one[0].rows[0] <= low < one[0].rows[1]), None)
             if ranges is not None and ranges[0].rows[1] < min(low + 512, length):
                 continue
-            state = sparse._with_masks(exact[0][low : low + 512], *exact[1:], ranges, blocks, low)
+            state = sparse._with_masks(exact[0][low : low + 512], *exact[1:], ranges, blocks, runs, low)
             error = (found.out[rows].float() - state.out).norm() / state.out.norm()
             assert error < 4e-3
             torch.testing.assert_close(found.lse[:, rows], state.lse, atol=2e-2, rtol=0)

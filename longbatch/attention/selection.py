@@ -97,7 +97,7 @@ class Ranges:
         upto = covered.cumsum(1, dtype=torch.int32)
         ends = torch.arange(ROWS, size, ROWS, device=device)
         rows_of = torch.full((whole + 1,), ROWS, device=device)
-        rows_of[whole] = rest
+        rows_of[whole:].fill_(rest)
         total = (upto[:, ends] * rows_of).sum(1)
         own = upto[:, :ROWS].flip(1).cumsum(1)
         total -= own[:, ROWS - 1] * whole
@@ -126,6 +126,70 @@ class Ranges:
         )
         seen = torch.where(window[:, None] > 0, beyond, alone)
         return total + seen.where(inside, torch.zeros_like(seen)).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A window and columns for each run of rows.
+
+    Row q of run b, which holds rows bounds[b]..bounds[b + 1] - 1, sees key k <= q if and only if q - k < window or k is
+    one of the run's columns. A key that both name counts once.
+
+    columns: int32 [B, S, C], ascending and distinct; places not in use hold `NOWHERE`. column_counts: int32 [B, S].
+    bounds: B + 1 positions. window: at least 1.
+    """
+
+    columns: Tensor
+    column_counts: Tensor
+    bounds: tuple[int, ...]
+    window: int
+
+    @property
+    def num_selections(self) -> int:
+        return self.columns.shape[1]
+
+    def ranges(self, first: int, last: int) -> Ranges:
+        """Runs first..last-1 as lists of their own: entry (b - first) * S + s is selection s of run b."""
+        columns, counts = self.columns[first:last].flatten(0, 1), self.column_counts[first:last].flatten()
+        nothing = columns.new_empty((columns.shape[0], 0))
+        return Ranges(
+            starts=nothing,
+            stops=nothing,
+            counts=torch.zeros_like(counts),
+            columns=columns,
+            column_counts=counts,
+            windows=torch.full_like(counts, self.window),
+            rows=(self.bounds[first], self.bounds[last]),
+        )
+
+    def mask(self, selection: int, start: int, stop: int, num_keys: int) -> Tensor:
+        """Whether rows start..stop-1 see keys 0..num_keys-1: bool [stop - start, num_keys], causality included."""
+        device = self.columns.device
+        rows, keys = torch.arange(start, stop, device=device), torch.arange(num_keys, device=device)
+        run = torch.bucketize(rows, torch.tensor(self.bounds[1:]).to(device, non_blocking=True), right=True)
+        # A place past the end takes what is no column.
+        chosen = torch.zeros((self.columns.shape[0], num_keys + 1), dtype=torch.bool, device=device)
+        chosen.scatter_(1, self.columns[:, selection].long().clamp(max=num_keys), True)
+        distance = rows[:, None] - keys
+        return (chosen[run, :num_keys] | (distance < self.window)) & (distance >= 0)
+
+    def pairs(self, start: int, stop: int, num_keys: int) -> Tensor:
+        """Pairs of a row in start..stop-1 and a key that it sees: float64 [S].
+
+        Raises ValueError when rows stand after the last of num_keys keys.
+        """
+        _check_rows(stop, num_keys)
+        near, bounds = 0, []
+        for low, high in pairwise(self.bounds):
+            low, high = max(low, start), min(high, stop)
+            if low < high:
+                # Rows that see fewer keys than a window holds, then the others.
+                whole = min(max(self.window, low), high)
+                near += (whole * (whole + 1) - low * (low + 1)) // 2 + (high - whole) * self.window
+            bounds.append((low, max(low, high)))
+        rows = torch.tensor(bounds).to(self.columns.device, non_blocking=True)[:, :, None, None]
+        first = torch.maximum(self.columns.long() + self.window, rows[:, 0])
+        return (rows[:, 1] - first).clamp_(min=0).sum((0, 2)).double() + near
 
 
 @dataclass(frozen=True, slots=True)

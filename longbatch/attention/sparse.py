@@ -5,6 +5,7 @@ On a GPU kernels do that. Elsewhere, and in float32, each selection becomes a ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longbatch.attention.selection import Blocks, Ranges
+from longbatch.attention.selection import Blocks, Ranges, Runs
 from longbatch.attention.state import State, masked
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # A mask holds at most this many entries.
 MASK_ENTRIES = 1 << 24
+# Bytes of the keys and values that are gathered for the runs of a tile at once.
+GATHERED_BYTES = 1 << 30
 
 
 @dataclass(slots=True)
@@ -29,8 +32,8 @@ class LayerSelection:
 
     ranges: of the heads whose patterns give ranges, in disjoint intervals of rows that cover them, each with what the
     kernel wants beside it; empty where no head has such a pattern. summaries: what the other patterns want to know of
-    the keys. pairs_each: pairs of query and key that are computed for each selection, float64 [S]; those of blocks are
-    added tile by tile. heads_each: query heads that use a selection.
+    the keys. pairs_each: pairs of query and key that are computed for each selection, float64 [S]; those of blocks and
+    runs are added tile by tile. heads_each: query heads that use a selection.
     """
 
     rows: tuple[int, int]
@@ -59,6 +62,7 @@ class SparseLayer:
         places = range(len(patterns.heads))
         self._ranges = [place for place in places if patterns.heads[place].kind == "ranges"]
         self._blocks = [place for place in places if patterns.heads[place].kind == "blocks"]
+        self._runs = [place for place in places if patterns.heads[place].kind == "runs"]
         # Queries that `select` looks at.
         self.last_queries = last_queries(patterns.heads)
         self._device_lists = cache(self._make_lists)
@@ -80,6 +84,7 @@ class SparseLayer:
         rows that will be attended, where these are not all.
         """
         from longbatch.attention.patterns import select_ranges, summarize_blocks
+        from longbatch.attention.patterns.base import on_device
 
         heads = self.patterns.heads
         pairs = torch.zeros(len(heads), dtype=torch.float64, device=k.device)
@@ -96,10 +101,11 @@ class SparseLayer:
                 selections=self._ranges,
             )
             start, stop = counted or rows
+            places = on_device(self._ranges, k.device)
             for ranges in found:
                 low, high = max(start, ranges.rows[0]), min(stop, ranges.rows[1])
                 if low < high:
-                    pairs[self._ranges] += ranges.pairs(low, high, k.shape[0])
+                    pairs.index_add_(0, places, ranges.pairs(low, high, k.shape[0]))
         prepared = [(ranges, self._prepared(ranges, k, v) if _has_kernels(k) else None) for ranges in found]
         summaries = summarize_blocks(k, [heads[place] for place in self._blocks]) if self._blocks else ()
         return LayerSelection(rows, prepared, summaries, pairs, self._heads_each)
@@ -108,6 +114,7 @@ class SparseLayer:
         """Attention of queries [n, H, D] at positions q_offset..q_offset+n-1, which are among the selection's rows,
         over the k and v that it was made of. A query that sees no key gives 0 and a log-sum-exp of -inf."""
         blocks = self._selected_blocks(q, k, selection, q_offset)
+        runs = self._selected_runs(q, k, selection, q_offset)
         stop = q_offset + q.shape[0]
         cuts = {q_offset, stop}
         for ranges, _ in selection.ranges:
@@ -115,7 +122,7 @@ class SparseLayer:
         bounds = sorted(cuts)
         attend = self._with_kernels if _has_kernels(q) else self._with_masks
         states = [
-            attend(q[low - q_offset : high - q_offset], k, v, _at(selection, low), blocks, low)
+            attend(q[low - q_offset : high - q_offset], k, v, _at(selection, low), blocks, runs, low)
             for low, high in pairwise(bounds)
         ]
         if len(states) == 1:
@@ -140,11 +147,32 @@ class SparseLayer:
             selections=self._blocks,
             summaries=selection.summaries,
         )
-        for part in found:
-            selection.pairs_each[list(part.selections)] += part.blocks.pairs(
-                q_offset, q_offset + q.shape[0], k.shape[0]
-            )
-        return [(list(part.selections), part.blocks) for part in found]
+        answer = [(list(part.selections), part.blocks) for part in found]
+        for places, blocks in answer:
+            _count(selection, places, blocks.pairs(q_offset, q_offset + q.shape[0], k.shape[0]))
+        return answer
+
+    def _selected_runs(
+        self, q: Tensor, k: Tensor, selection: LayerSelection, q_offset: int
+    ) -> list[tuple[list[int], Runs]]:
+        """Likewise."""
+        from longbatch.attention.patterns import select_runs
+
+        if not self._runs:
+            return []
+        found = select_runs(
+            q,
+            k,
+            [self.patterns.heads[place] for place in self._runs],
+            shared=self.patterns.shared,
+            scale=self.scale,
+            q_offset=q_offset,
+            selections=self._runs,
+        )
+        answer = [(list(part.selections), part.runs) for part in found]
+        for places, runs in answer:
+            _count(selection, places, runs.pairs(q_offset, q_offset + q.shape[0], k.shape[0]))
+        return answer
 
     # ------------------------------------------------------------------------------------- by masks
 
@@ -155,11 +183,12 @@ class SparseLayer:
         v: Tensor,
         ranges: tuple[Ranges, Any] | None,
         blocks: list[tuple[list[int], Blocks]],
+        runs: list[tuple[list[int], Runs]],
         q_offset: int,
     ) -> State:
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        parts: list[tuple[list[int], Ranges | Blocks]] = [*blocks]
+        parts: list[tuple[list[int], Ranges | Blocks | Runs]] = [*blocks, *runs]
         if ranges is not None:
             parts.append((self._ranges, ranges[0]))
         for places, selected in parts:
@@ -177,13 +206,38 @@ class SparseLayer:
         from longbatch_kernels.range_attention import prepare
         from longbatch_kernels.range_index import PackedPrompt
 
-        rows = [-1] * self._num_heads
-        for number, place in enumerate(self._ranges):
-            for head in range(place * self._heads_each, (place + 1) * self._heads_each):
-                rows[head] = number
         start, stop = ranges.rows
         prompt = PackedPrompt(0, stop - start, start, 0, k.shape[0])
-        return prepare(ranges, k, v, selections=[rows], prompts=[prompt])
+        return prepare(ranges, k, v, selections=[self._rows_of(self._ranges, 0)], prompts=[prompt])
+
+    def _rows_of(self, places: Sequence[int], first: int) -> list[int]:
+        """For each query head its selection's row in lists that hold these from row `first` on, or -1."""
+        rows = [-1] * self._num_heads
+        for number, place in enumerate(places):
+            for head in range(place * self._heads_each, (place + 1) * self._heads_each):
+                rows[head] = first + number
+        return rows
+
+    def _attend_runs(
+        self, q: Tensor, k: Tensor, v: Tensor, places: Sequence[int], runs: Runs, q_offset: int, state: State
+    ) -> None:
+        """Into the state: each run is a prompt of its own over the same keys."""
+        from longbatch_kernels.range_attention import prepare, range_attention
+        from longbatch_kernels.range_index import PackedPrompt
+
+        stop = q_offset + q.shape[0]
+        here = [run for run, (low, high) in enumerate(pairwise(runs.bounds)) if max(low, q_offset) < min(high, stop)]
+        each = 2 * runs.columns[0].numel() * k.shape[2] * k.element_size()
+        step = max(1, GATHERED_BYTES // max(each, 1))
+        for first in range(here[0], here[-1] + 1, step):
+            last = min(first + step, here[-1] + 1)
+            prompts, selections = [], []
+            for run in range(first, last):
+                low, high = max(runs.bounds[run], q_offset), min(runs.bounds[run + 1], stop)
+                prompts.append(PackedPrompt(low - q_offset, high - low, low, 0, k.shape[0]))
+                selections.append(self._rows_of(places, (run - first) * len(places)))
+            prepared = prepare(runs.ranges(first, last), k, v, selections=selections, prompts=prompts)
+            range_attention(q, k, v, prepared, scale=self.scale, out=state.out, lse=state.lse)
 
     def _with_kernels(
         self,
@@ -192,6 +246,7 @@ class SparseLayer:
         v: Tensor,
         ranges: tuple[Ranges, Any] | None,
         blocks: list[tuple[list[int], Blocks]],
+        runs: list[tuple[list[int], Runs]],
         q_offset: int,
     ) -> State:
         out = torch.empty_like(q)
@@ -222,7 +277,10 @@ class SparseLayer:
                     out=out,
                     lse=lse,
                 )
-        return State(out, lse)
+        state = State(out, lse)
+        for places, own in runs:
+            self._attend_runs(q, k, v, places, own, q_offset, state)
+        return state
 
     def _make_lists(self, places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """The query heads of some selections, and for each of them the selection's place among those."""
@@ -235,6 +293,12 @@ class SparseLayer:
         )
 
 
+def _count(selection: LayerSelection, places: Sequence[int], pairs: Tensor) -> None:
+    from longbatch.attention.patterns.base import on_device
+
+    selection.pairs_each.index_add_(0, on_device(places, pairs.device), pairs)
+
+
 def _has_kernels(x: Tensor) -> bool:
     return x.device.type == "cuda" and x.dtype != torch.float32
 
@@ -245,7 +309,7 @@ def _at(selection: LayerSelection, row: int) -> tuple[Ranges, Any] | None:
 
 
 def _masked_rows(
-    q: Tensor, k: Tensor, v: Tensor, selected: Ranges | Blocks, number: int, q_offset: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, selected: Ranges | Blocks | Runs, number: int, q_offset: int, scale: float
 ) -> State:
     """Queries [n, h, D] of one selection over its one key head [N, 1, D], a bounded number of rows at a time. Keys that
     none of the rows sees are left out."""

@@ -46,10 +46,19 @@ def profile(
         str,
         typer.Option(
             "--measure",
-            metavar="output|stream",
-            help="what the tolerance limits: the error of a head's output, or what it does to the hidden states",
+            metavar="output|stream|model",
+            help="what the tolerance limits: the error of a head's output, or what it does to the hidden states; model "
+            "trades the latter against time over all heads",
         ),
     ] = "output",
+    price: Annotated[
+        str,
+        typer.Option(
+            "--price",
+            metavar="time|density",
+            help="what a selection costs: predicted seconds, or the share of the causal area that it computes",
+        ),
+    ] = "time",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -68,7 +77,7 @@ def profile(
     ] = None,
 ) -> ExitCode:
     """Choose a sparse attention pattern for every head of a model. The same command again continues."""
-    from longbatch.run.profile import import_profile, make_profile, show_profile
+    from longbatch.run.profile import Goal, import_profile, make_profile, show_profile
 
     if show is not None:
         refuse_without_effect(context, "profile --show", ("show", "picture"))
@@ -82,8 +91,7 @@ def profile(
             replace(settings, model=model),
             calibration or [],
             out,
-            tolerance=tolerance,
-            measure=measure,
+            Goal(tolerance, measure, price),
             lengths=() if lengths is None else parse_lengths(lengths),
             picture=picture,
         )

@@ -1,15 +1,17 @@
 """The search for one head, or for a kv group that shares a selection: which candidate is tried next, and which wins.
 
-It knows prices and errors and computes neither attention nor tensors. Candidates lie on a grid of budgets: one that a
-failed one covers is taken to fail too, and one that covers a good one costs at least as much. So each trial is the
-middle of what is left, by price, and takes many others with it.
+It knows prices and errors and computes neither attention nor tensors. Candidates lie on a grid of budgets: one that
+another one covers is taken to err at least as much, and one that covers another to cost at least as much. So each trial
+bounds many others, and what cannot be better than the best one by its bounds is not tried.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from longbatch.engine.head_rule import Rule, Trial
 from longbatch.models.spec import LayerSpec
 from longbatch.plan.candidates import covers
 from longbatch.plan.sparse_cost import causal_pairs, density, selection_seconds
@@ -17,8 +19,6 @@ from longbatch.plan.sparse_rates import SparseRates
 from longbatch.sparsity import PatternSpec
 
 DENSE = PatternSpec.make("dense")
-# A candidate that is predicted to save less than this share of the best one's time is not worth a trial.
-LEAST_SAVING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,93 +41,83 @@ class Pricing:
             for length, share in zip(self.lengths, shares, strict=False)
         )
 
-    def expected(self, spec: PatternSpec, num_documents: int | None = None) -> float:
-        """Over the first documents, or all of them, with densities that are predicted."""
-        return self.seconds(spec, [density(spec, length) for length in self.lengths[:num_documents]])
+    def expected(self, spec: PatternSpec, factor: float = 1.0) -> float:
+        """Over all documents, with densities that are predicted, times a factor."""
+        return self.seconds(spec, [min(1.0, factor * density(spec, length)) for length in self.lengths])
+
+    def factor(self, spec: PatternSpec, shares: Sequence[float]) -> float:
+        """How much denser than predicted a selection was on the first len(shares) documents, by pairs."""
+        pairs = [causal_pairs(length) for length in self.lengths[: len(shares)]]
+        predicted = sum(density(spec, length) * count for length, count in zip(self.lengths, pairs, strict=False))
+        return sum(share * count for share, count in zip(shares, pairs, strict=True)) / predicted
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a candidate did. errors: of each query head that uses the selection, the worst document's. shares: density
-    on each document tried; a candidate that fails on one is not tried on those after it. seconds: predicted with these
-    densities, for these documents."""
+@dataclass(slots=True)
+class _Bound:
+    """What trials tell of a candidate that is left: the least errors, and the least seconds, that it can come to."""
 
-    spec: PatternSpec
-    errors: tuple[float, ...]
-    shares: tuple[float, ...]
-    seconds: float
-
-    @property
-    def error(self) -> float:
-        """The worst query head's."""
-        return max(self.errors)
-
-    def density(self, lengths: Sequence[int]) -> float:
-        """Selected over causal pairs of the documents tried; lengths: of all documents."""
-        pairs = [causal_pairs(length) for length in lengths[: len(self.shares)]]
-        return sum(share * count for share, count in zip(self.shares, pairs, strict=True)) / sum(pairs)
+    errors: list[float]
+    seconds: float = 0.0
 
 
 class HeadSearch:
-    """The candidates of one selection. limits: the largest error allowed of each query head that uses it."""
+    """The candidates of one selection. rule: what makes one better than another; dense is one that it lets pass."""
 
-    def __init__(self, candidates: Sequence[PatternSpec], pricing: Pricing, limits: Sequence[float]) -> None:
-        self._pricing = pricing
-        self._limits = limits
-        shares = (1.0,) * len(pricing.lengths)
-        self.best = Trial(DENSE, (0.0,) * len(limits), shares, pricing.seconds(DENSE, shares))
-        self._trials = [self.best]
-        self._expected = {spec: pricing.expected(spec) for spec in candidates}
-        self._left = list(candidates)
-        # By pattern, how much more its latest trial cost than predicted: how keys cluster is the head's own.
+    def __init__(self, candidates: Sequence[PatternSpec], pricing: Pricing, rule: Rule) -> None:
+        self._pricing, self._rule = pricing, rule
+        self._trials: list[Trial] = []
+        self.best = self._tried(DENSE, (0.0,) * rule.num_heads, (1.0,) * len(pricing.lengths))
+        self._left = {spec: _Bound([0.0] * rule.num_heads) for spec in candidates}
+        # By kind, how much denser its latest trial was than predicted: how keys cluster is the head's own.
         self._factors: dict[str, float] = {}
-        # Patterns that failed with every budget tried.
-        self._doubtful: set[str] = set()
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Of each query head, the error above which a trial need not go on."""
+        return self._rule.largest(self.best.cost)
 
     def next(self) -> PatternSpec | None:
         """The candidate to try now, the same until `record` is called; None when the search is over."""
-        prices = {spec: self._expected[spec] * self._factors.get(spec.name, 1.0) for spec in self._left}
+        prices = {spec: self._price(spec) for spec in self._left}
+        enough = self.best.cost * (1 - self._rule.least_saving(len(self._trials) - 1))
+        worth = [spec for spec, bound in self._left.items() if self._rule.cost(bound.errors, prices[spec]) < enough]
         # The text breaks ties, so that the order of the grid decides nothing.
-        order = sorted(self._left, key=lambda spec: (prices[spec], str(spec)))
-        worth = [spec for spec in order if prices[spec] < self.best.seconds * (1 - LEAST_SAVING)]
-        if not worth:
-            return None
-        middle = worth[len(worth) // 2]
-        if middle.name not in self._doubtful:
-            return middle
-        # All that was tried of this pattern failed: its largest budget tells whether the others are worth a trial.
-        return [spec for spec in worth if spec.name == middle.name][-1]
+        worth.sort(key=lambda spec: (prices[spec], str(spec)))
+        return self._rule.pick(worth, self._trials) if worth else None
+
+    def _price(self, spec: PatternSpec) -> float:
+        """Seconds that a candidate is taken to cost."""
+        factor = self._factors.get(self._rule.kind(spec), self._rule.unseen(spec))
+        return max(self._pricing.expected(spec, factor), self._left[spec].seconds)
 
     def record(self, spec: PatternSpec, errors: Sequence[float], shares: Sequence[float]) -> None:
         """The outcome of a trial over the first len(shares) documents. errors: of each query head; infinite where its
         output was no number."""
-        trial = Trial(spec, tuple(errors), tuple(shares), self._pricing.seconds(spec, shares))
-        self._factors[spec.name] = trial.seconds / self._pricing.expected(spec, len(shares))
-        self._trials.append(trial)
-        passed = self.passes(trial)
-        if passed:
-            self._doubtful.discard(spec.name)
-        elif not any(other.spec.name == spec.name and self.passes(other) for other in self._trials):
-            self._doubtful.add(spec.name)
-        self._left = [
-            other
-            for other in self._left
-            if other != spec and not (covers(other, spec) if passed else covers(spec, other))
-        ]
-        if passed and trial.seconds < self.best.seconds:
+        trial = self._tried(spec, tuple(errors), tuple(shares))
+        self._factors[self._rule.kind(spec)] = self._pricing.factor(spec, shares)
+        del self._left[spec]
+        for other, bound in self._left.items():
+            if covers(spec, other):
+                bound.errors = [max(pair) for pair in zip(bound.errors, errors, strict=True)]
+            if trial.passed and covers(other, spec):
+                bound.seconds = max(bound.seconds, trial.seconds)
+        if trial.cost < self.best.cost:
             self.best = trial
 
-    def passes(self, trial: Trial) -> bool:
-        """Whether the errors are small enough on every document."""
-        small = all(error <= limit for error, limit in zip(trial.errors, self._limits, strict=True))
-        return small and len(trial.shares) == len(self._pricing.lengths)
+    def _tried(self, spec: PatternSpec, errors: tuple[float, ...], shares: tuple[float, ...]) -> Trial:
+        """Keep the outcome of a trial. What did not go through all documents may not be chosen."""
+        seconds = self._pricing.seconds(spec, shares)
+        whole = len(shares) == len(self._pricing.lengths)
+        trial = Trial(spec, errors, shares, seconds, self._rule.cost(errors, seconds) if whole else math.inf)
+        self._trials.append(trial)
+        return trial
 
     @property
     def runner_up(self) -> Trial | None:
-        """The second cheapest trial that passed, dense included; if dense won, the trial with the smallest error; None
+        """The second best trial that passed, dense included; if dense won, the trial with the smallest error; None
         where nothing else was tried."""
         others = [trial for trial in self._trials if trial is not self.best]
-        passed = [trial for trial in others if self.passes(trial)]
+        passed = [trial for trial in others if trial.passed]
         if passed:
-            return min(passed, key=lambda trial: (trial.seconds, str(trial.spec)))
+            return min(passed, key=lambda trial: (trial.cost, str(trial.spec)))
         return min(others, key=lambda trial: (trial.error, str(trial.spec)), default=None)

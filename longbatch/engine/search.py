@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from longbatch.engine.head_error import Trials
-from longbatch.engine.head_search import DENSE, HeadSearch, Pricing, Trial
+from longbatch.engine.head_rule import Limited, Rule, Traded, Trial
+from longbatch.engine.head_search import DENSE, HeadSearch, Pricing
 from longbatch.engine.layer_pass import Document, LayerPass
 from longbatch.engine.search_state import SearchState
 from longbatch.models.decoder import Decoder
@@ -46,9 +47,11 @@ Watch = Callable[[int, int], None]
 
 
 class Search:
-    """A search over documents: ids, int [N] of each. tolerance: the largest error of a head, by `measure`: `output`, of
-    its attention output; `stream`, times the head's influence, of the hidden states. rates: of the device that times
-    are predicted for. watch: see `Watch`. Raises UsageError for a damaged layer in the state, before it computes."""
+    """A search over documents: ids, int [N] of each. tolerance: by `measure`. `output`: the largest error of a head's
+    attention output. `stream`: the same, times the head's influence, of the hidden states. `model`: the error of the
+    hidden states that is worth a dense head's time; errors are traded against time at this rate. rates: of the device
+    that times are predicted for. watch: see `Watch`. Raises UsageError for a damaged layer in the state, before it
+    computes."""
 
     def __init__(
         self,
@@ -108,40 +111,54 @@ class Search:
     def _search(self, index: int, documents: Sequence[Document]) -> LayerFound:
         spec = self._model.layers[index].spec
         trials = Trials(self._model, index, documents, self._tile_rows, self._storage)
-        limits = [self._tolerance] * spec.num_heads
-        if self._measure == "stream":
-            # A head that adds nothing may err as it likes.
-            limits = [self._tolerance / max(influence, 1e-9) for influence in trials.influences()]
+        rule = self._rule(spec, trials)
         num_trials = 0
         ways: list[list[HeadSearch]] = []
-        for shared in (False, True) if spec.num_kv_heads < spec.num_heads else (False,):
-            searches = self._begun(spec, shared, limits)
+        groups = spec.num_kv_heads < spec.num_heads and self._rates.sharing_pays
+        for shared in (False, True) if groups else (False,):
+            searches = self._begun(spec, shared, rule)
             ways.append(searches)
             # Every selection tries a candidate of its own in the same pass.
             while wanted := {at: one for at, search in enumerate(searches) if (one := search.next()) is not None}:
+                limits = [limit for search in searches for limit in search.limits]
                 outcomes = trials.run(wanted, shared=shared, limits=limits)
                 for at, outcome in outcomes.items():
                     searches[at].record(wanted[at], outcome.errors, outcome.shares)
                 num_trials += 1
                 self._watch(index, num_trials)
-        totals = [sum(search.best.seconds for search in searches) for searches in ways]
+        totals = [sum(search.best.cost for search in searches) for searches in ways]
         best = totals.index(min(totals))
-        if totals[best] >= self._dense_seconds(spec):
+        dense_seconds = self._dense_seconds(spec)
+        if totals[best] >= rule.cost((0.0,) * spec.num_heads, dense_seconds):
             # Among sparse heads a dense one runs in their kernel; where all are dense they have a faster one.
             return self._dense(spec, ways[0], num_trials)
         heads = tuple(self._choice(search.best, search.runner_up) for search in ways[best])
-        return LayerFound(LayerChoices(heads, best == 1), totals[best], self._dense_seconds(spec), num_trials)
+        seconds = sum(search.best.seconds for search in ways[best])
+        return LayerFound(LayerChoices(heads, best == 1), seconds, dense_seconds, num_trials)
 
-    def _begun(self, spec: LayerSpec, shared: bool, limits: Sequence[float]) -> list[HeadSearch]:
-        """A search for each selection of a layer. limits: largest error of each query head."""
+    def _rule(self, spec: LayerSpec, trials: Trials) -> Rule:
+        """What the search goes by in a layer, all its heads together."""
+        if self._measure == "output":
+            return Limited((self._tolerance,) * spec.num_heads)
+        # A head that adds nothing may err as it likes.
+        influences = [max(influence, 1e-9) for influence in trials.influences()]
+        if self._measure == "stream":
+            return Limited(tuple(self._tolerance / influence for influence in influences))
+        # The same unit for one selection per head and per kv group, so that their costs compare.
+        unit = Pricing(self._lengths, spec, self._rates, shared=False).seconds(DENSE, (1.0,) * len(self._lengths))
+        return Traded(tuple(influence / self._tolerance for influence in influences), unit)
+
+    def _begun(self, spec: LayerSpec, shared: bool, rule: Rule) -> list[HeadSearch]:
+        """A search for each selection of a layer. rule: of all its query heads."""
         pricing = Pricing(self._lengths, spec, self._rates, shared)
         each = spec.num_heads // spec.num_kv_heads if shared else 1
         return [
-            HeadSearch(self._candidates, pricing, limits[head : head + each]) for head in range(0, spec.num_heads, each)
+            HeadSearch(self._candidates, pricing, rule.of(slice(head, head + each)))
+            for head in range(0, spec.num_heads, each)
         ]
 
     def _dense(self, spec: LayerSpec, searches: Sequence[HeadSearch] | None, num_trials: int) -> LayerFound:
-        """A layer that stays dense. searches: of its heads, where there were any: the cheapest pattern that each could
+        """A layer that stays dense. searches: of its heads, where there were any: the best pattern that each could
         have run with is its runner-up."""
         seconds = self._dense_seconds(spec)
         heads = []

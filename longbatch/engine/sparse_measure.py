@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import select_blocks, select_ranges, summarize_blocks
+from longbatch.attention.patterns import select_blocks, select_ranges, select_runs, summarize_blocks
 from longbatch.attention.selection import Ranges, merged_ranges
 from longbatch.attention.sparse import SparseLayer
 from longbatch.attention.state import partial
@@ -61,6 +61,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> SparseRates:
         shared_estimate_seconds=shared_estimate / (HEADS * length),
         pooled_seconds=pooled,
         antidiagonal_flops=_antidiagonal(q, k),
+        sampled_seconds=_sampled(q, k),
         layer_seconds=_short_layer(q, k, v),
     )
 
@@ -153,6 +154,20 @@ def _antidiagonal(q: Tensor, k: Tensor) -> float:
 
     pairs = HEADS * (causal_pairs(length) - causal_pairs(start))
     return pairs * 2 * HEAD_DIM / specs[0]["stride"] / _seconds(scored)
+
+
+def _sampled(q: Tensor, k: Tensor) -> float:
+    """Seconds of choosing keys by sampled queries, for each of these and key before it. Random queries and keys spread
+    their attention, so that a small mass takes as many keys as a large one does in trained models."""
+    specs = [PatternSpec.make("stripes", mass=0.2)] * HEADS
+    length = min(LENGTHS[0], q.shape[0])
+    start = length - BLOCK_TILE
+
+    def chosen() -> None:
+        select_runs(q[start:length], k[:length], specs, shared=False, scale=SCALE, q_offset=start)
+
+    pairs = HEADS * (causal_pairs(length) - causal_pairs(start))
+    return _seconds(chosen) / (pairs / specs[0]["step"])
 
 
 def _short_layer(q: Tensor, k: Tensor, v: Tensor) -> float:

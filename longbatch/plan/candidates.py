@@ -15,6 +15,9 @@ _WINDOWS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3968, 8000, 1600
 _TOP_K = (4, 8, 16, 24, 32, 48, 64, 100, 200, 400)
 _MASS = (0.8, 0.9, 0.95, 0.98, 0.99)
 _THRESHOLDS = (0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+_KEY_MASS = (0.6, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99)
+# Rows of a run, every which of them is sampled, and the window: from cheap to exact.
+_RUNS = ((512, 16, 128), (512, 8, 128), (128, 8, 256), (128, 4, 128), (64, 2, 128))
 # More blocks than any prompt has.
 _ANY = 1 << 20
 
@@ -26,6 +29,7 @@ _GROWING = {
     "block_sparse": ("top_k", "mass"),
     "antidiagonal": ("threshold",),
     "strided": ("local",),
+    "stripes": ("mass",),
 }
 
 
@@ -52,6 +56,9 @@ def grid() -> Iterator[PatternSpec]:
     for stride in (4, 8, 16):
         for local in (4, 16):
             yield PatternSpec.make("strided", stride=stride, local=local)
+    for rows, step, window in _RUNS:
+        for mass in _KEY_MASS:
+            yield PatternSpec.make("stripes", mass=mass, window=window, rows=rows, step=step)
 
 
 def candidates(lengths: Sequence[int]) -> tuple[tuple[PatternSpec, ...], int]:

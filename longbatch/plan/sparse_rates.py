@@ -46,7 +46,13 @@ class SparseRates:
     shared_estimate_seconds: float
     pooled_seconds: float
     antidiagonal_flops: float
+    sampled_seconds: float
     layer_seconds: float
+
+    @property
+    def sharing_pays(self) -> bool:
+        """Whether one selection for a kv group can cost less than one of the same size for each head."""
+        return self.shared_flops > self.ranges_flops or self.shared_estimate_seconds < self.estimate_seconds
 
     def __post_init__(self) -> None:
         for item in fields(self)[1:]:
@@ -55,20 +61,35 @@ class SparseRates:
                 raise ValueError(f"{item.name} must be a positive number, not {value!r}")
 
 
-# What a profile is priced for where the device itself only checks selections, by masking: about one H200 with bfloat16,
-# head dimension 128, 32 query and 8 kv heads. Dense, ranges and the estimate for each head were measured (the latter
-# without the index that kernels want beside the lists), the rest is estimated: near enough to rank patterns.
+# What a profile is priced for where the device itself only checks selections, by masking: one H200 as it was measured,
+# with bfloat16, head dimension 128, 32 query and 8 kv heads.
 REFERENCE = SparseRates(
     device="NVIDIA H200 (reference)",
-    dense_flops=565e12,
-    ranges_flops=364e12,
-    shared_flops=423e12,
-    blocks_flops=400e12,
-    estimate_seconds=1.9e-10,
-    shared_estimate_seconds=1.4e-10,
-    pooled_seconds=2e-12,
-    antidiagonal_flops=200e12,
-    layer_seconds=3e-4,
+    dense_flops=558e12,
+    ranges_flops=417e12,
+    shared_flops=521e12,
+    blocks_flops=127e12,
+    estimate_seconds=8.0e-10,
+    shared_estimate_seconds=6.3e-10,
+    pooled_seconds=4.3e-11,
+    antidiagonal_flops=106e12,
+    sampled_seconds=3e-12,
+    layer_seconds=2.6e-3,
+)
+
+# No device: selected pairs alone cost, all alike, so that the least price is the least density. (No rate may be 0.)
+PAIRS = SparseRates(
+    device="selected pairs alone",
+    dense_flops=1e12,
+    ranges_flops=1e12,
+    shared_flops=1e12,
+    blocks_flops=1e12,
+    estimate_seconds=1e-30,
+    shared_estimate_seconds=1e-30,
+    pooled_seconds=1e-30,
+    antidiagonal_flops=1e40,
+    sampled_seconds=1e-30,
+    layer_seconds=1e-30,
 )
 
 

@@ -34,6 +34,8 @@ CELL, GAP, MARGIN, TEXT = 18, 2, 16, 16
 PALEST = 0.8
 # Where a picture keeps the hash of the profile that it shows.
 PICTURE_KEY = "longbatch-profile"
+# What a tolerance is about, by measure, where it is not a head's output.
+_MEASURED = {"stream": "the hidden states", "model": "the hidden states, traded against time"}
 NOTE = "density 0 to 1 from left to right; layers down, query heads across"
 
 
@@ -157,7 +159,7 @@ def _facts(profile: Profile) -> list[tuple[str, str]]:
         ("heads", f"{profile.num_layers} layers of {profile.num_heads} query heads and {kv_heads} kv heads"),
     ]
     if profile.tolerance is not None:
-        of = "the hidden states" if calibration.get("measure") == "stream" else "a head's output"
+        of = _MEASURED.get(str(calibration.get("measure")), "a head's output")
         facts.append(("tolerance", f"{profile.tolerance:g}, relative L2 of {of}"))
     if lengths := calibration.get("lengths"):
         facts.append(("documents", f"{len(lengths)} of {min(lengths):,} to {max(lengths):,} tokens"))

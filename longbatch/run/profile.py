@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -22,7 +22,7 @@ from longbatch.folders import cache_folder
 from longbatch.manifest import Manifest, ManifestOptions
 from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.plan.candidates import candidates
-from longbatch.plan.sparse_rates import REFERENCE, SparseRates, sparse_rates
+from longbatch.plan.sparse_rates import PAIRS, REFERENCE, SparseRates, sparse_rates
 from longbatch.prompt import PromptBuilder
 from longbatch.report.profile_view import choices_text, draw_profile, print_profile, shows
 from longbatch.report.units import seconds_text
@@ -39,9 +39,29 @@ SHORTEST = 128
 _UNCUT = 1 << 30
 LINE_SECONDS = 30.0
 # What of a search's identity is among the facts of its profile.
-_CALIBRATION = ("documents", "measure", "dtype")
-# What --tolerance limits: the error of a head's attention output, or what it does to the hidden states.
-MEASURES = ("output", "stream")
+_CALIBRATION = ("documents", "measure", "price", "dtype")
+# What --tolerance limits: the error of a head's attention output, or what it does to the hidden states. With `model`
+# the latter is traded against time.
+MEASURES = ("output", "stream", "model")
+# What a selection costs: seconds on the device, or the pairs of query and key that it computes.
+PRICES = ("time", "density")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a search looks for. measure, price: among `MEASURES`, `PRICES`. Raises UsageError for what they are not, and
+    for a tolerance that does not lie between 0 and 1."""
+
+    tolerance: float
+    measure: str
+    price: str
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("--measure", self.measure, MEASURES), ("--price", self.price, PRICES)):
+            if value not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+        if not 0 < self.tolerance < 1:
+            raise UsageError(f"--tolerance must lie between 0 and 1, not at {self.tolerance}")
 
 
 def show_profile(path: Path, picture: Path | None) -> None:
@@ -68,9 +88,8 @@ def make_profile(
     settings: Settings,
     sources: Sequence[str],
     out: Path | None,
+    goal: Goal,
     *,
-    tolerance: float,
-    measure: str,
     lengths: Sequence[int],
     picture: Path | None,
 ) -> None:
@@ -82,10 +101,6 @@ def make_profile(
     """
     if not sources:
         raise UsageError("a search needs documents", hint="give some with --calibration MANIFEST")
-    if measure not in MEASURES:
-        raise UsageError(f"--measure must be one of {', '.join(MEASURES)}, not {measure!r}")
-    if not 0 < tolerance < 1:
-        raise UsageError(f"--tolerance must lie between 0 and 1, not at {tolerance}")
     target = _target(out)
     drawn = picture or _beside(target)
     # Now, and not after hours of searching.
@@ -93,7 +108,7 @@ def make_profile(
     from longbatch.engine.search_state import remove_state, state_folder
 
     wanted = sorted(set(lengths))
-    profile = search_profile(settings, sources, target, tolerance=tolerance, measure=measure, lengths=wanted)
+    profile = search_profile(settings, sources, target, goal, lengths=wanted)
     _keep(profile, target, drawn, quiet=settings.quiet)
     if state_folder(target).exists():
         remove_state(target)
@@ -150,7 +165,7 @@ def _keep(profile: Profile, out: Path, picture: Path, *, quiet: bool) -> None:
 
 
 def search_profile(
-    settings: Settings, sources: Sequence[str], out: Path, *, tolerance: float, measure: str, lengths: Sequence[int]
+    settings: Settings, sources: Sequence[str], out: Path, goal: Goal, *, lengths: Sequence[int]
 ) -> Profile:
     """Search, beside the file `out` that the profile will be, and return it. Raises as `make_profile` does."""
     from longbatch.engine.search_state import SearchState, state_folder
@@ -163,13 +178,12 @@ def search_profile(
     info = detect(settings.gpus)[0]
     dtype = default_dtype(info) if settings.dtype == "auto" else settings.dtype
     documents = calibration_documents(settings, sources, model_dir, spec, lengths, say)
-    rates = sparse_rates(info, dtype, cache_folder(), say) or REFERENCE
+    rates = PAIRS if goal.price == "density" else sparse_rates(info, dtype, cache_folder(), say) or REFERENCE
     digest = model_hash(model_dir)
     identity = {
         "model_hash": digest,
         "documents": [blake2b(ids.tobytes(), digest_size=16).hexdigest() for ids in documents],
-        "tolerance": tolerance,
-        "measure": measure,
+        **asdict(goal),
         "dtype": dtype,
         "longbatch": __version__,
     }
@@ -183,7 +197,7 @@ def search_profile(
         raise state.fault("rates", f"are no rates: {error}") from None
     _say_plan([len(ids) for ids in documents], rates, say)
     try:
-        found = list(_searched(settings, model_dir, info, dtype, documents, tolerance, measure, rates, state, say))
+        found = list(_searched(settings, model_dir, info, dtype, documents, goal, rates, state, say))
     except KeyboardInterrupt:
         raise InterruptedRun(
             "stopped; finished layers are saved", hint="run the same command again to continue"
@@ -193,7 +207,7 @@ def search_profile(
         num_heads=spec.layers[0].num_heads,
         num_kv_heads=spec.layers[0].num_kv_heads,
         model_hash=digest,
-        tolerance=tolerance,
+        tolerance=goal.tolerance,
         source="search",
         created=state.facts["created"],
         calibration={
@@ -296,8 +310,7 @@ def _searched(
     info: DeviceInfo,
     dtype: str,
     documents: Sequence[np.ndarray],
-    tolerance: float,
-    measure: str,
+    goal: Goal,
     rates: SparseRates,
     state: SearchState,
     say: Callable[[str], None],
@@ -312,7 +325,7 @@ def _searched(
         torch.set_num_threads(settings.threads)
     model = load(model_dir, getattr(torch, dtype), torch.device(info.torch_name))
     progress = _Progress(len(model.layers), say)
-    search = Search(model, documents, tolerance, rates, state, progress.trial, measure=measure)
+    search = Search(model, documents, goal.tolerance, rates, state, progress.trial, measure=goal.measure)
     for layer in search.run():
         progress.layer(layer)
         yield layer

@@ -37,18 +37,22 @@ class Parameter:
         return f"{'an integer' if self.integer else 'a number'} from {self.minimum} to {self.maximum}"
 
 
+Kind = Literal["ranges", "blocks", "runs"]
+
+
 @dataclass(frozen=True, slots=True)
 class PatternInfo:
     """module: where the pattern's code is. kind: `ranges` when the last queries decide for every row, `blocks` when
-    each tile of queries decides for itself. parameters: in the order in which they are written."""
+    each block of queries of a tile decides for itself and chooses key blocks, `runs` when each run of some hundred
+    queries does and chooses single keys. parameters: in the order in which they are written."""
 
     module: str
-    kind: Literal["ranges", "blocks"]
+    kind: Kind
     parameters: Mapping[str, Parameter]
     help: str
 
 
-def _info(name: str, kind: Literal["ranges", "blocks"], help: str, **parameters: Parameter) -> PatternInfo:
+def _info(name: str, kind: Kind, help: str, **parameters: Parameter) -> PatternInfo:
     return PatternInfo(_MODULES + name, kind, MappingProxyType(parameters), help)
 
 
@@ -113,6 +117,15 @@ PATTERNS: Mapping[str, PatternInfo] = MappingProxyType(
             stride=_tokens(16, 1),
             local=_tokens(16, 1),
             block=_block(64),
+        ),
+        "stripes": _info(
+            "stripes",
+            "runs",
+            "for each run of rows, a window and the keys that every step-th of them looks at, at least the share mass",
+            mass=_share(0.95),
+            window=_tokens(128, 1),
+            rows=Parameter(512, 64, 4096, choices=(64, 128, 256, 512, 1024, 2048, 4096)),
+            step=Parameter(16, 1, 256, choices=(1, 2, 4, 8, 16, 32, 64, 128, 256)),
         ),
     }
 )
@@ -187,7 +200,7 @@ class PatternSpec:
         return self.name == "dense"
 
     @property
-    def kind(self) -> Literal["ranges", "blocks"]:
+    def kind(self) -> Kind:
         return PATTERNS[self.name].kind
 
 

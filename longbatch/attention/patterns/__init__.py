@@ -13,19 +13,23 @@ from typing import Any
 
 from torch import Tensor
 
-from longbatch.attention.patterns.base import BlocksPattern, RangesPattern
-from longbatch.attention.selection import Blocks, Ranges, stacked
+from longbatch.attention.patterns.base import BlocksPattern, RangesPattern, RunsPattern
+from longbatch.attention.selection import Blocks, Ranges, Runs, stacked
 from longbatch.sparsity import PATTERNS, PatternSpec
 
 __all__ = [
     "BlocksPattern",
     "RangesPattern",
+    "RunsPattern",
     "SelectedBlocks",
+    "SelectedRuns",
     "blocks_pattern",
     "last_queries",
     "ranges_pattern",
+    "runs_pattern",
     "select_blocks",
     "select_ranges",
+    "select_runs",
     "summarize_blocks",
 ]
 
@@ -39,6 +43,12 @@ def ranges_pattern(name: str) -> RangesPattern:
 def blocks_pattern(name: str) -> BlocksPattern:
     """The pattern of that name, of the kind `blocks`."""
     pattern: BlocksPattern = _pattern(name)
+    return pattern
+
+
+def runs_pattern(name: str) -> RunsPattern:
+    """The pattern of that name, of the kind `runs`."""
+    pattern: RunsPattern = _pattern(name)
     return pattern
 
 
@@ -59,6 +69,14 @@ class SelectedBlocks:
 
     selections: tuple[int, ...]
     blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRuns:
+    """The runs of some of a layer's selections: selection i of `runs` is the layer's selections[i]."""
+
+    selections: tuple[int, ...]
+    runs: Runs
 
 
 def select_ranges(
@@ -96,7 +114,7 @@ def summarize_blocks(k: Tensor, specs: Sequence[PatternSpec]) -> tuple[Tensor | 
     """What `select_blocks` wants to know of the keys, for all tiles of queries that use them."""
     return tuple(
         blocks_pattern(specs[places[0]].name).summarize(k, [specs[place] for place in places])
-        for places in _block_batches(specs)
+        for places in _uniform_batches(specs)
     )
 
 
@@ -114,7 +132,7 @@ def select_blocks(
     """What patterns of the kind `blocks` select for a tile of queries: the arguments are those of
     `BlocksPattern.select`; summaries: what `summarize_blocks` gave. One answer for each kind and size of blocks."""
     chosen = range(len(specs)) if selections is None else selections
-    batches = _block_batches(specs)
+    batches = _uniform_batches(specs)
     answers = []
     for places, summary in zip(batches, summaries or [None] * len(batches), strict=True):
         own = [specs[place] for place in places]
@@ -133,10 +151,35 @@ def select_blocks(
     return tuple(answers)
 
 
-def _block_batches(specs: Sequence[PatternSpec]) -> list[list[int]]:
+def select_runs(
+    q: Tensor,
+    k: Tensor,
+    specs: Sequence[PatternSpec],
+    *,
+    shared: bool,
+    scale: float,
+    q_offset: int,
+    selections: Sequence[int] | None = None,
+) -> tuple[SelectedRuns, ...]:
+    """What patterns of the kind `runs` select for a tile of queries: the arguments are those of `RunsPattern.select`.
+    One answer for each kind and size of runs."""
+    chosen = range(len(specs)) if selections is None else selections
+    answers = []
+    for places in _uniform_batches(specs):
+        own = [specs[place] for place in places]
+        own_selections = [chosen[place] for place in places]
+        runs = runs_pattern(own[0].name).select(
+            q, k, own, shared=shared, scale=scale, q_offset=q_offset, selections=own_selections
+        )
+        answers.append(SelectedRuns(tuple(own_selections), runs))
+    return tuple(answers)
+
+
+def _uniform_batches(specs: Sequence[PatternSpec]) -> list[list[int]]:
+    """Places of the specs that one call can serve."""
     batches = []
     for places in _batches(specs, ()):
-        uniform = blocks_pattern(specs[places[0]].name).UNIFORM
+        uniform = _pattern(specs[places[0]].name).UNIFORM
         batches += [[places[i] for i in part] for part in _batches([specs[place] for place in places], uniform)]
     return batches
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longbatch.attention.selection import Blocks, Ranges
+from longbatch.attention.selection import Blocks, Ranges, Runs
 from longbatch.sparsity import PatternSpec
 
 
@@ -74,6 +74,30 @@ class BlocksPattern(Protocol):
         block. summary: what `summarize` gave for k and specs of the same block size, or None. The first block of the
         answer holds the tile's first query, even if the tile begins inside it.
         """
+        ...
+
+
+class RunsPattern(Protocol):
+    """A pattern that decides for each run of queries.
+
+    UNIFORM: parameters in which all specs of a call must agree.
+    """
+
+    UNIFORM: tuple[str, ...]
+
+    def select(
+        self,
+        q: Tensor,
+        k: Tensor,
+        specs: Sequence[PatternSpec],
+        *,
+        shared: bool,
+        scale: float,
+        q_offset: int,
+        selections: Sequence[int] | None = None,
+    ) -> Runs:
+        """Selections for a tile of queries [n, H, D] at positions q_offset..q_offset+n-1, k: [N, Hkv, D], keys of
+        positions 0..N-1. Runs end at the same positions whatever the tile, but a tile cuts them."""
         ...
 
 
