@@ -118,7 +118,7 @@ def test_patterns_without_an_estimate_cost_their_pairs_alone() -> None:
 @pytest.mark.parametrize("name", ["vertical_slash", "block_sparse", "antidiagonal", "stripes"])
 def test_estimates_are_counted(name: str) -> None:
     spec = PatternSpec.make(name)
-    slow = replace(REFERENCE, estimate_seconds=1.0, pooled_seconds=1.0, antidiagonal_flops=1.0, sampled_seconds=1.0)
+    slow = replace(REFERENCE, estimate_seconds=1.0, pooled_seconds=1.0, antidiagonal_flops=1.0, sampled_flops=1.0)
     assert selection_seconds(spec, 4096, 64, slow, share=0.1) > selection_seconds(spec, 4096, 64, REFERENCE, share=0.1)
 
 

@@ -13,7 +13,7 @@ Documents are by default those of Python's standard library (`library_texts`), o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +57,9 @@ def measure(
     picture: Path | None = None,
     dtype: str = "auto",
     quick: bool = False,
-) -> list[Measurement]:
-    """On the first GPU, or the CPU. quick: three documents, and one fact at each depth. Raises UsageError for a missing
-    or mismatched profile and for documents that are too short."""
+) -> Iterator[Measurement]:
+    """On the first GPU, or the CPU: the scores, and then the facts. quick: three documents, and one fact at each depth.
+    Raises UsageError for a missing or mismatched profile and for documents that are too short."""
     from longbatch.models import model_hash, read_spec
     from longbatch.models.bundled import sample_weights
     from longbatch.models.hub import resolve
@@ -90,6 +90,7 @@ def measure(
     gaps = score_documents(folder, ways, chosen, fitted, dtype)
     if picture is not None:
         draw(gaps, picture)
+    yield from gap_rows(gaps, ways[0].name)
     with tempfile.TemporaryDirectory(prefix="longbatch-bench-") as name:
         facts = planted.plant(
             lengths, lambda text: len(tokenizer.encode(text, allow_special=False)), per_depth=1 if quick else 2
@@ -100,7 +101,7 @@ def measure(
         say("planted facts, sparse")
         forced = ["--attention", "auto", "--profile", str(profile[0].absolute()), "--min-sparse-length", "0"]
         sparse = planted.ask(facts, Path(name), "sparse", [*flags, *forced])
-    return [*gap_rows(gaps, ways[0].name), *fact_rows(facts, dense, sparse)]
+    yield from fact_rows(facts, dense, sparse)
 
 
 def default_lengths(max_length: int) -> list[int]:
@@ -160,6 +161,11 @@ def score_documents(
                 other = score(model, ids, None, tile_rows // 3)
                 again.append(compare(dense, other, all_dense(model), model.spec, rates))
         found[length] = {name: mean(own) for name, own in gaps.items()} | {AGAIN: mean(again)}
+        for name, gap in found[length].items():
+            say(
+                f"{length:,} tokens, {name}: {gap.nats:.4g} nats, {gap.agreement:.2%} same best token, density "
+                f"{gap.density:.4f}, predicted {gap.seconds:.4g} s, dense {gap.dense_seconds:.4g} s"
+            )
     return found
 
 

@@ -61,7 +61,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> SparseRates:
         shared_estimate_seconds=shared_estimate / (HEADS * length),
         pooled_seconds=pooled,
         antidiagonal_flops=_antidiagonal(q, k),
-        sampled_seconds=_sampled(q, k),
+        sampled_flops=_sampled(q, k),
         layer_seconds=_short_layer(q, k, v),
     )
 
@@ -157,9 +157,8 @@ def _antidiagonal(q: Tensor, k: Tensor) -> float:
 
 
 def _sampled(q: Tensor, k: Tensor) -> float:
-    """Seconds of choosing keys by sampled queries, for each of these and key before it. Random queries and keys spread
-    their attention, so that a small mass takes as many keys as a large one does in trained models."""
-    specs = [PatternSpec.make("stripes", mass=0.2)] * HEADS
+    """FLOP/s of scores by sampled queries, the choice of keys by them included."""
+    specs = [PatternSpec.make("stripes")] * HEADS
     length = min(LENGTHS[0], q.shape[0])
     start = length - BLOCK_TILE
 
@@ -167,7 +166,7 @@ def _sampled(q: Tensor, k: Tensor) -> float:
         select_runs(q[start:length], k[:length], specs, shared=False, scale=SCALE, q_offset=start)
 
     pairs = HEADS * (causal_pairs(length) - causal_pairs(start))
-    return _seconds(chosen) / (pairs / specs[0]["step"])
+    return _flops(pairs / specs[0]["step"]) / _seconds(chosen)
 
 
 def _short_layer(q: Tensor, k: Tensor, v: Tensor) -> float:

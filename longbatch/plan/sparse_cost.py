@@ -175,7 +175,7 @@ def _estimate_seconds(
     if spec.name == "block_sparse":
         return heads * (length / BLOCK) ** 2 / 2 * rates.pooled_seconds
     if spec.name == "stripes":
-        return heads * causal_pairs(length) / spec["step"] * rates.sampled_seconds
+        return heads * 4 * head_dim * causal_pairs(length) / spec["step"] / rates.sampled_flops
     if spec.name == "antidiagonal":
         return heads * causal_pairs(length) * 2 * head_dim / spec["stride"] / rates.antidiagonal_flops
     return 0.0

@@ -46,7 +46,7 @@ class SparseRates:
     shared_estimate_seconds: float
     pooled_seconds: float
     antidiagonal_flops: float
-    sampled_seconds: float
+    sampled_flops: float
     layer_seconds: float
 
     @property
@@ -73,7 +73,7 @@ REFERENCE = SparseRates(
     shared_estimate_seconds=6.3e-10,
     pooled_seconds=4.3e-11,
     antidiagonal_flops=106e12,
-    sampled_seconds=3e-12,
+    sampled_flops=200e12,
     layer_seconds=2.6e-3,
 )
 
@@ -88,7 +88,7 @@ PAIRS = SparseRates(
     shared_estimate_seconds=1e-30,
     pooled_seconds=1e-30,
     antidiagonal_flops=1e40,
-    sampled_seconds=1e-30,
+    sampled_flops=1e40,
     layer_seconds=1e-30,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -106,15 +107,16 @@ class RunAttention:
 
 @dataclass(frozen=True)
 class Device:
-    """What is asked of the device only where it matters."""
+    """What is asked of the device only where it matters. say: told, in one line, before something takes seconds."""
 
     info: DeviceInfo
     dtype: str
+    say: Callable[[str], None] = lambda text: None
 
     @cached_property
     def rates(self) -> SparseRates | None:
         """How fast it runs selections: measured once, None on a CPU. Raises DeviceError."""
-        return sparse_rates(self.info, self.dtype, cache_folder())
+        return sparse_rates(self.info, self.dtype, cache_folder(), self.say)
 
 
 def resolve_attention(settings: Settings, spec: ModelSpec, model_hash: str, device: Device) -> RunAttention:

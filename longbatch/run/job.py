@@ -105,7 +105,7 @@ class Job:
         devices, dtype, measured = survey(settings.gpus, settings.dtype, cache_folder())
         job = cls._assemble(settings, sources, model_dir, devices, dtype, measured, RunAttention())
         digest = model_hash(model_dir)
-        found = resolve_attention(settings, job.spec, digest, Device(devices[0], dtype))
+        found = resolve_attention(settings, job.spec, digest, Device(devices[0], dtype, say))
         return replace(job, attention=found, model_hash=digest)
 
     @classmethod
