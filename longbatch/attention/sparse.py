@@ -83,23 +83,14 @@ class SparseLayer:
         k, v: [N, Hkv, D], keys and values of positions 0..N-1; the last row and the last query are at N-1. counted: the
         rows that will be attended, where these are not all.
         """
-        from longbatch.attention.patterns import select_ranges, summarize_blocks
+        from longbatch.attention.patterns import summarize_blocks
         from longbatch.attention.patterns.base import on_device
 
         heads = self.patterns.heads
         pairs = torch.zeros(len(heads), dtype=torch.float64, device=k.device)
         found: tuple[Ranges, ...] = ()
         if self._ranges:
-            found = select_ranges(
-                k.new_empty((0, self._num_heads, k.shape[2])) if q_last is None else q_last,
-                k,
-                [heads[place] for place in self._ranges],
-                shared=self.patterns.shared,
-                scale=self.scale,
-                q_offset=q_offset,
-                rows=rows,
-                selections=self._ranges,
-            )
+            found = self.select_ranges(q_last, k, q_offset=q_offset, rows=rows)
             start, stop = counted or rows
             places = on_device(self._ranges, k.device)
             for ranges in found:
@@ -109,6 +100,23 @@ class SparseLayer:
         prepared = [(ranges, self._prepared(ranges, k, v) if _has_kernels(k) else None) for ranges in found]
         summaries = summarize_blocks(k, [heads[place] for place in self._blocks]) if self._blocks else ()
         return LayerSelection(rows, prepared, summaries, pairs, self._heads_each)
+
+    def select_ranges(
+        self, q_last: Tensor | None, k: Tensor, *, q_offset: int, rows: tuple[int, int]
+    ) -> tuple[Ranges, ...]:
+        """What the patterns that give ranges select; the arguments are those of `select`."""
+        from longbatch.attention.patterns import select_ranges
+
+        return select_ranges(
+            k.new_empty((0, self._num_heads, k.shape[2])) if q_last is None else q_last,
+            k,
+            [self.patterns.heads[place] for place in self._ranges],
+            shared=self.patterns.shared,
+            scale=self.scale,
+            q_offset=q_offset,
+            rows=rows,
+            selections=self._ranges,
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, selection: LayerSelection, *, q_offset: int) -> State:
         """Attention of queries [n, H, D] at positions q_offset..q_offset+n-1, which are among the selection's rows,

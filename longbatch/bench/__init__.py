@@ -18,6 +18,7 @@ BENCHES = {
     "fidelity": "longbatch.bench.fidelity",
     "job": "longbatch.bench.job",
     "manifest": "longbatch.bench.scale",
+    "prefill": "longbatch.bench.prefill",
     "resume": "longbatch.bench.resume",
 }
 

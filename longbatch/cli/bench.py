@@ -24,9 +24,13 @@ def bench(
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="N,...", help="attention, fidelity: prompt lengths in tokens; K and M multiply by 1,024"),
+        typer.Option(
+            metavar="N,...", help="attention, fidelity, prefill: prompt lengths in tokens; K and M multiply by 1,024"
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="attention, fidelity: fewer and shorter cases")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="attention, fidelity, prefill: fewer and shorter cases")
+    ] = False,
     rivals: Annotated[
         Path | None, typer.Option(metavar="DIR", help="attention: folder with copies of MInference and FlexPrefill")
     ] = None,

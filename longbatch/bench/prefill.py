@@ -1,0 +1,219 @@
+"""`longbatch bench prefill`: the prefill of one long prompt, Llama-3.1-8B shapes with random weights, on one GPU.
+
+The engine's own prefill runs: all layers over the prompt, sparse by the clustered workload with the published mix of
+heads (`prefill_workload`), and the logits of the last position. Beside it stand the same engine's dense attention,
+measured on a few layers and extrapolated, and the bound of the matrix products alone, measured warm in the same run.
+One more run under the profiler says where the time goes. K and V of earlier layers are not kept, as for a task that
+generates nothing.
+
+The check: two layers on a short prompt, kernels in half precision beside masks in float32, the same weights and
+selections; the last position's hidden state must agree.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longbatch import models
+from longbatch.attention import Executed, Segment, SparseLayer, Step
+from longbatch.bench.limits import measure_limits
+from longbatch.bench.llama import LlamaShape
+from longbatch.bench.prefill_workload import workload_layers
+from longbatch.bench.process import say
+from longbatch.bench.report import Measurement
+from longbatch.cache import KVCache
+from longbatch.engine.prefill import prefill
+from longbatch.errors import DeviceError
+from longbatch.models.decoder import Decoder
+from longbatch.models.parameters import parameters
+from longbatch.models.spec import ModelSpec
+
+LENGTHS = (1 << 17, 1 << 18, 1 << 19, 1 << 20)
+QUICK_LENGTHS = (1 << 15,)
+SEED = 20
+TILE_ROWS = 8192
+# Beyond these tokens a run takes so long that it needs no warm-up of its own length, and is made once.
+LONG = 1 << 18
+WARM_TOKENS = 1 << 14
+CHECK_LAYERS, CHECK_TOKENS = 2, 4096
+# Each of the four matrix products runs so long under load before it is timed, and again under the clock.
+LIMIT_SECONDS = 2.5
+# Relative distance of the last hidden state from float32: bfloat16 rounds every product and sum of two layers.
+MOST_ERROR = 2e-2
+PRODUCTS, DENSE = "GEMM bound", "longbatch, dense"
+MODES = {False: "longbatch, one selection per head", True: "longbatch, one selection per K/V group"}
+# What a kernel's name says about its work; the first that fits.
+PARTS = (
+    ("attention", ("range_attention", "range_stream", "block_attention", "flash", "cudnn", "sdpa")),
+    ("index", ("last_query", "histogram", "narrow", "tally", "places", "joined", "cut_kernel", "records", "column")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "xmma")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is timed."""
+
+    shape: LlamaShape = field(default_factory=lambda: LlamaShape(max_length=1 << 21))
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def spec(self) -> ModelSpec:
+        return models.describe(self.shape.config())
+
+
+def measure(*, lengths: Sequence[int] | None = None, quick: bool = False) -> Iterator[Measurement]:
+    """Every length, the check first. quick: 32K alone. Raises DeviceError without a GPU."""
+    if not torch.cuda.is_available():
+        raise DeviceError("bench prefill needs a CUDA device", hint="on a CPU, bench job measures a whole job")
+    lengths = lengths or (QUICK_LENGTHS if quick else LENGTHS)
+    yield from compare(Model(), lengths, torch.device("cuda:0"), repeats=1 if quick else 2)
+
+
+@torch.inference_mode()
+def compare(model: Model, lengths: Sequence[int], device: torch.device, *, repeats: int) -> Iterator[Measurement]:
+    """The rows of the table."""
+    error = check(model, device)
+    holds = error <= MOST_ERROR
+    yield Measurement("two layers", "hidden state", error, "relative L2", "masks in float32", None, holds)
+    limits = measure_limits(
+        model.shape.products(), max(lengths), str(device), str(model.dtype).removeprefix("torch."), seconds=2.0
+    )
+    # The last layer needs only K and V, but for one position.
+    shape = model.shape
+    kv_share = 2 * shape.num_kv_heads / (shape.num_heads + 2 * shape.num_kv_heads)
+    per_row = (shape.num_layers - 1) * sum(limits.gemm_seconds) + kv_share * limits.gemm_seconds[0]
+    decoder = models.random_weights(model.spec, model.dtype, device, SEED)
+    for length in lengths:
+        bound = per_row * length / limits.rows
+        yield Measurement(f"{PRODUCTS}, {length:,} tokens", "prefill", bound, "s", None, None, True)
+        dense = _dense_seconds(model, length, device)
+        yield Measurement(f"{DENSE}, {length:,} tokens, extrapolated", "prefill", dense, "s", None, None, holds)
+        for shared, mode in MODES.items():
+            say(f"{length:,} tokens, {mode}")
+            attention = workload_layers(decoder.spec, length, device, shared=shared)
+            seconds, density = timed(decoder, length, attention, repeats)
+            say(f"{length:,} tokens, {mode}: {seconds:.3f} s, products alone {bound:.3f} s, dense {dense:.3f} s")
+            case = f"{mode}, {length:,} tokens"
+            yield Measurement(case, "prefill", seconds, "s", PRODUCTS, bound / seconds, holds)
+            yield Measurement(case, "prefill", seconds, "s", DENSE, dense / seconds, holds)
+            yield Measurement(case, "density", density, "share", None, None, holds)
+            for part, spent in breakdown(decoder, length, attention).items():
+                yield Measurement(case, part, spent, "s", "prefill", spent / seconds, holds)
+            del attention
+            _free(device)
+
+
+def step_of(length: int, attention: tuple[SparseLayer | None, ...] | None, decoder: Decoder) -> Step:
+    """One prompt of random tokens in one piece, whose last position is read and whose K/V are not kept."""
+    ids = np.random.default_rng(SEED).integers(0, decoder.spec.vocab_size, length, dtype=np.int32)
+    executed = Executed(sparse=attention is not None)
+    segment = Segment(0, 0, length, reads=((length - 1, length),), rope_length=length, executed=executed)
+    return Step.build(
+        ids, [segment], None, None, tile_rows=min(TILE_ROWS, length), device=decoder.device, attention=attention
+    )
+
+
+def run(decoder: Decoder, step: Step) -> tuple[Tensor, Tensor]:
+    """The last position's hidden state [1, hidden] before the final norm, and its logits [1, vocab]."""
+    layers = [(layer.num_kv_heads, layer.head_dim) for layer in decoder.spec.layers]
+    hidden = prefill(decoder, KVCache(layers, 1, dtype=decoder.dtype, device=decoder.device), step)
+    return hidden, decoder.logits(decoder.final_norm(hidden))
+
+
+def timed(
+    decoder: Decoder, length: int, attention: tuple[SparseLayer | None, ...] | None, repeats: int
+) -> tuple[float, float]:
+    """Least seconds of some runs from the tokens to the logits, and the executed density. What is compiled is compiled
+    before, on the same prompt or on a dense shorter one."""
+    long = length > LONG
+    run(decoder, step_of(*((WARM_TOKENS, None) if long else (length, attention)), decoder))
+    best, density = float("inf"), 1.0
+    for _ in range(1 if long else repeats):
+        step = step_of(length, attention, decoder)
+        _wait(decoder.device)
+        begin = time.perf_counter()
+        run(decoder, step)
+        _wait(decoder.device)
+        best = min(best, time.perf_counter() - begin)
+        executed = step.segments[0].executed
+        assert executed is not None
+        density = float(executed.selected) / executed.causal
+    return best, density
+
+
+def breakdown(decoder: Decoder, length: int, attention: tuple[SparseLayer | None, ...] | None) -> dict[str, float]:
+    """Seconds on the device by kind of work, and what the device waited: `idle`. Nothing where there is no GPU."""
+    if decoder.device.type != "cuda":
+        return {}
+    step = step_of(length, attention, decoder)
+    _wait(decoder.device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        begin = time.perf_counter()
+        run(decoder, step)
+        _wait(decoder.device)
+        seconds = time.perf_counter() - begin
+    found = {part: 0.0 for part, _ in PARTS} | {"elementwise": 0.0}
+    for event in profile.key_averages():
+        found[part_of(event.key)] += event.self_device_time_total / 1e6
+    return {**found, "idle": max(0.0, seconds - sum(found.values()))}
+
+
+def part_of(kernel: str) -> str:
+    """The kind of work that a kernel does, by its name."""
+    name = kernel.lower()
+    return next((part for part, words in PARTS if any(word in name for word in words)), "elementwise")
+
+
+def check(model: Model, device: torch.device) -> float:
+    """Relative L2 distance of the last position's hidden state from float32 by masks."""
+    spec = _shallow(model.spec, CHECK_LAYERS)
+    generator = torch.Generator(device).manual_seed(SEED)
+    weights = {}
+    for parameter in parameters(spec):
+        tensor = torch.ones(parameter.shape, dtype=model.dtype, device=device)
+        weights[parameter.name] = tensor if parameter.role == "norm" else tensor.normal_(0, 0.02, generator=generator)
+    length = min(CHECK_TOKENS, spec.max_length)
+    attention = workload_layers(spec, length, device, shared=False)
+    half, exact = (
+        run(decoder, step_of(length, attention, decoder))[0].double()
+        for decoder in (Decoder(spec, weights), Decoder(spec, {name: each.float() for name, each in weights.items()}))
+    )
+    return float((half - exact).norm() / exact.norm())
+
+
+def _dense_seconds(model: Model, length: int, device: torch.device) -> float:
+    """Seconds of the same engine's dense prefill of the whole model: those of the last layer, of which little is
+    computed, and of some before it, times the rest."""
+    seconds, most = [], 1 if length > LONG else 2
+    for count in (1, 1 + most):
+        decoder = models.random_weights(_shallow(model.spec, count), model.dtype, device, SEED)
+        seconds.append(timed(decoder, length, None, 1)[0])
+        del decoder
+        _free(device)
+    last, some = seconds
+    return last + (some - last) / most * (model.shape.num_layers - 1)
+
+
+def _shallow(spec: ModelSpec, num_layers: int) -> ModelSpec:
+    """The model's first layers alone."""
+    return replace(spec, layers=spec.layers[:num_layers])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free(device: torch.device) -> None:
+    """Give back memory that nothing uses, so that lengths don't wear each other down."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
