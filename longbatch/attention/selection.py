@@ -64,9 +64,9 @@ class Ranges:
         columns = torch.zeros(size + 1, dtype=torch.bool, device=device)
         columns.index_fill_(0, self.columns[selection].long().clamp(max=size), True)
         seen |= columns[:num_keys]
-        distance = rows - keys
-        seen |= distance < self.windows[selection]
-        return seen & (distance >= 0)
+        # Compared one by one, for a matrix of distances would be the largest of all.
+        seen |= keys > rows - self.windows[selection]
+        return seen.logical_and_(keys <= rows)
 
     def pairs(self, start: int, stop: int, num_keys: int) -> Tensor:
         """Pairs of a row in start..stop-1 and a key that it sees: float64 [S].
@@ -165,13 +165,14 @@ class Runs:
     def mask(self, selection: int, start: int, stop: int, num_keys: int) -> Tensor:
         """Whether rows start..stop-1 see keys 0..num_keys-1: bool [stop - start, num_keys], causality included."""
         device = self.columns.device
-        rows, keys = torch.arange(start, stop, device=device), torch.arange(num_keys, device=device)
-        run = torch.bucketize(rows, torch.tensor(self.bounds[1:]).to(device, non_blocking=True), right=True)
+        rows, keys = torch.arange(start, stop, device=device)[:, None], torch.arange(num_keys, device=device)
+        run = torch.bucketize(rows[:, 0], torch.tensor(self.bounds[1:]).to(device, non_blocking=True), right=True)
         # A place past the end takes what is no column.
         chosen = torch.zeros((self.columns.shape[0], num_keys + 1), dtype=torch.bool, device=device)
         chosen.scatter_(1, self.columns[:, selection].long().clamp(max=num_keys), True)
-        distance = rows[:, None] - keys
-        return (chosen[run, :num_keys] | (distance < self.window)) & (distance >= 0)
+        seen = chosen[run, :num_keys]
+        seen |= keys > rows - self.window
+        return seen.logical_and_(keys <= rows)
 
     def pairs(self, start: int, stop: int, num_keys: int) -> Tensor:
         """Pairs of a row in start..stop-1 and a key that it sees: float64 [S].

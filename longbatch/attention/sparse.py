@@ -20,8 +20,8 @@ from longbatch.attention.state import State, masked
 if TYPE_CHECKING:
     from longbatch.sparsity import LayerPatterns
 
-# A mask holds at most this many entries.
-MASK_ENTRIES = 1 << 24
+# A mask holds at most this many entries, and rows: keys after its last row are left out.
+MASK_ENTRIES, MASK_ROWS = 1 << 24, 1024
 # Bytes of the keys and values that are gathered for the runs of a tile at once.
 GATHERED_BYTES = 1 << 30
 
@@ -322,25 +322,26 @@ def _masked_rows(
     """Queries [n, h, D] of one selection over its one key head [N, 1, D], a bounded number of rows at a time. Keys that
     none of the rows sees are left out."""
     states = []
-    num_keys = min(k.shape[0], q_offset + q.shape[0])
-    rows = max(1, MASK_ENTRIES // num_keys)
+    rows = max(1, min(MASK_ROWS, MASK_ENTRIES // min(k.shape[0], q_offset + q.shape[0])))
     for low in range(0, q.shape[0], rows):
         part = q[low : low + rows]
         start = q_offset + low
+        num_keys = min(k.shape[0], start + part.shape[0])
         seen = selected.mask(number, start, start + part.shape[0], num_keys)
         keys, values = k[:num_keys], v[:num_keys]
         wanted = seen.any(0).nonzero()[:, 0]
         if wanted.shape[0] < num_keys:
             keys, values, seen = keys[wanted], values[wanted], seen[:, wanted]
-        blind = ~seen.any(1)
         if not wanted.shape[0]:
             states.append(State(torch.zeros_like(part), part.new_full(part.shape[1::-1], float("-inf")).float()))
             continue
-        bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(
-            ~(seen | blind[:, None]), float("-inf")
-        )
+        blind = ~seen.any(1)
+        some_blind = bool(blind.any())
+        if some_blind:
+            seen = seen | blind[:, None]
+        bias = torch.where(seen, 0.0, float("-inf")).to(q.dtype)
         out, lse = masked(part, keys, values, bias, scale=scale)
-        if bool(blind.any()):
+        if some_blind:
             out = out.masked_fill(blind[:, None, None], 0.0)
             lse = lse.masked_fill(blind, float("-inf"))
         states.append(State(out, lse))
