@@ -134,6 +134,16 @@ def test_long_layers_warm_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_own_dense_attention_is_dense(kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(200, 4, 64, generator=generator)
+    k, v = (torch.randn(200, kv_heads, 64, generator=generator) for _ in range(2))
+    ((_, torch_sdpa),) = attention_others.dense_kernels(CPU).items()
+    found = attention_others.own_dense(q, k, v, 0.125)
+    torch.testing.assert_close(found, torch_sdpa(q, k, v, 0.125), atol=1e-5, rtol=1e-5)
+
+
 def test_long_dense_attention_warms_up_on_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_others, "LONGEST_WARM_UP", 128)
     ((_, kernel),) = attention_others.dense_kernels(CPU).items()

@@ -31,6 +31,7 @@ from longbatch.bench.attention_check import MOST_ERROR
 from longbatch.bench.attention_inputs import Inputs, random_inputs
 from longbatch.bench.attention_layers import LayerTimes, Selection, measure_layers
 from longbatch.bench.attention_others import (
+    OWN_DENSE,
     OtherTimes,
     dense_kernels,
     measure_dense,
@@ -143,7 +144,8 @@ def _compare_length(
         times = measure_dense(kernel, inputs, len(model.layers), repeats if length <= 1 << 18 else 1)
         flops = 4 * model.head_dim * len(model.layers) * model.num_heads * length * (length + 1) / 2
         yield from _other_rows(case, times, flops)
-        against.append((case, times.total))
+        if kernel_name != OWN_DENSE:
+            against.append((case, times.total))
     if (minference := rivals.minference) is not None:
         case = f"{MINFERENCE}, {name}"
         found = _attempt(case, lambda: measure_minference(minference, inputs, model.heads(), repeats))

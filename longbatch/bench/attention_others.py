@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longbatch.attention.selection import NOWHERE, window_ranges
 from longbatch.bench.attention_check import MOST_ERROR, MOST_RIVAL_ERROR, Check, check_rows, sampled_blocks
 from longbatch.bench.attention_inputs import Inputs, structured_inputs
 from longbatch.bench.attention_rivals import BLOCK, FlexPrefill, MInference
 from longbatch.bench.timing import median_seconds
 from longbatch.bench.vs_workload import slash, vertical
 
+OWN_DENSE = "longbatch, dense"
 CHECKED_ROWS = 8
 # Beyond this length dense attention warms up on so many tokens: a whole layer takes seconds, and all of it is timed.
 LONGEST_WARM_UP = 1 << 17
@@ -39,14 +41,28 @@ class OtherTimes:
 
 
 def dense_kernels(device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]:
-    """Causal dense attention by name, (q [N, H, D], k, v [N, Hkv, D], scale) -> [N, H, D]. FlashAttention-3 is among
-    them where its package is."""
+    """Causal dense attention by name, (q [N, H, D], k, v [N, Hkv, D], scale) -> [N, H, D]. longbatch's own kernel is
+    among them, and FlashAttention-3 where its package is."""
     if device.type != "cuda":
         return {"torch SDPA": _torch_sdpa}
-    found: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {"cuDNN SDPA": _cudnn}
+    found: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {"cuDNN SDPA": _cudnn, OWN_DENSE: own_dense}
     if importlib.util.find_spec("flash_attn_interface") is not None:
         found["FlashAttention-3"] = _flash_attention_3
     return found
+
+
+def own_dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The kernel that runs selections, with a window that holds every key; a kv group's heads run together."""
+    from longbatch_kernels.range_attention import prepare, range_attention
+    from longbatch_kernels.range_index import PackedPrompt
+
+    length, num_heads, _ = q.shape
+    num_kv = k.shape[1]
+    lists = window_ranges([NOWHERE] * num_kv, [0] * num_kv, (0, length), q.device)
+    of_head = [head * num_kv // num_heads for head in range(num_heads)]
+    prepared = prepare(lists, k, v, selections=[of_head], prompts=[PackedPrompt(0, length, 0, 0, length)])
+    out: Tensor = range_attention(q, k, v, prepared, scale=scale)[0]
+    return out
 
 
 def measure_dense(
