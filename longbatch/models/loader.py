@@ -6,104 +6,58 @@ once. Then each checkpoint tensor is copied, and cast, into its rows of the fuse
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from longbatch.errors import UsageError
-from longbatch.models.checkpoint import FLOAT_BYTES, StoredTensor, checkpoint_files, stored_tensors
+from longbatch.models.adapter import read_adapter
+from longbatch.models.checkpoint import checkpoint_files, stored_tensors
 from longbatch.models.decoder import Decoder
-from longbatch.models.parameters import Parameter, Source, parameters, sources
-from longbatch.models.registry import read_spec
+from longbatch.models.fp8 import Fp8Weight, Weight
+from longbatch.models.matching import match_tensors
+from longbatch.models.parameters import Parameter, Source, parameters
+from longbatch.models.quantized import read_scheme
+from longbatch.models.reading import read_weights
+from longbatch.models.registry import read_json, read_spec
 from longbatch.models.spec import ModelSpec
 
 
-def load_decoder(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The decoder of a model folder, weights in dtype on device.
+def load_decoder(
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights_dtype: str = "auto",
+    adapter: Path | None = None,
+) -> Decoder:
+    """The decoder of a model folder, weights in dtype on device. weights_dtype: as in `Settings`; a matrix is quantized
+    as soon as it is complete, so that few of them are there in dtype at once. adapter: folder of a LoRA adapter that is
+    merged into the weights.
 
     Raises `UsageError`: the model or its format is not supported, or its tensors are not exactly those of the
-    config, in which case every missing, extra, mis-shaped and quantized one is named.
+    config, in which case every missing, extra and mis-shaped one is named.
     """
-    spec = read_spec(model_dir)
-    matches = match_tensors(spec, stored_tensors(checkpoint_files(model_dir)))
-    tensors = _allocate(spec, dtype, device)
-    by_file: dict[Path, list[_Match]] = defaultdict(list)
-    for match in matches:
-        by_file[match.stored.file].append(match)
-    for file, own in by_file.items():
-        with safe_open(file, framework="pt", device="cpu") as reader:
-            for match in sorted(own, key=lambda match: match.stored.start):
-                _place(tensors[match.source.parameter.name], reader.get_tensor(match.stored.name), match.source)
-    _finish(spec, tensors)
+    spec, scheme = read_spec(model_dir), read_scheme(read_json(model_dir / "config.json"))
+    matches = match_tensors(spec, stored_tensors(checkpoint_files(model_dir)), scheme)
+    updates = read_adapter(adapter, spec).updates if adapter else {}
+    filling: dict[str, Tensor] = {}
+    tensors: dict[str, Weight] = {}
+    num_missing = Counter(match.source.parameter.name for match in matches)
+    for match, weight in read_weights(matches, scheme, updates, device):
+        parameter = match.source.parameter
+        if parameter.name not in filling:
+            filling[parameter.name] = _allocate(spec, parameter, dtype, device)
+        _place(filling[parameter.name], weight, match.source)
+        num_missing[parameter.name] -= 1
+        if not num_missing[parameter.name]:
+            tensors[parameter.name] = _finished(spec, parameter, filling.pop(parameter.name), weights_dtype)
     return Decoder(spec, tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """A tensor of the decoder's sources, found in a file."""
-
-    source: Source
-    stored: StoredTensor
-
-
-def match_tensors(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> list[_Match]:
-    """Pairs every source of the decoder with the stored tensor that holds it. Raises `UsageError`, naming all that
-    is missing, extra, mis-shaped or not of a float type."""
-    available = _renamed(spec, stored.values())
-    wanted = [source for parameter in parameters(spec) for source in sources(parameter, spec)]
-    matches: list[_Match] = []
-    faults: list[str] = []
-    for source in wanted:
-        found = available.pop(source.name, None)
-        if found is None:
-            faults.append(f"missing: {source.name} {list(source.shape)}")
-        elif found.dtype not in FLOAT_BYTES:
-            faults.append(f"unsupported type {found.dtype} (quantized?): {found.name}")
-        elif found.shape != source.shape:
-            faults.append(f"wrong shape: {found.name} {list(found.shape)}, the config needs {list(source.shape)}")
-        else:
-            matches.append(_Match(source, found))
-    faults += [f"extra: {found.name} {list(found.shape)}" for found in available.values()]
-    if faults:
-        raise UsageError(
-            f"the weights are not those of the config ({spec.architecture}):\n  " + "\n  ".join(faults),
-            hint="the files are incomplete, or config.json belongs to another model",
-        )
-    return matches
-
-
-def _renamed(spec: ModelSpec, stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
-    """Stored tensors by the names that the spec expects, ignored ones and a copy of tied embeddings left out."""
-    available: dict[str, StoredTensor] = {}
-    for tensor in stored:
-        name = tensor.name
-        for pattern, replacement in spec.renames:
-            name = re.sub(pattern, replacement, name)
-        if any(re.search(pattern, name) for pattern in spec.ignored):
-            continue
-        if name in available:
-            raise UsageError(f"{available[name].name} and {tensor.name} are the same weight by two names")
-        available[name] = tensor
-    if spec.tied_embeddings:
-        embed, head = spec.weight_names["embed"][0], spec.weight_names["head"][0]
-        copy = available.pop(head, None)
-        if copy is not None:
-            available.setdefault(embed, copy)
-    return available
-
-
-def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Empty parameters by name."""
-    return {
-        parameter.name: torch.empty(parameter.shape, dtype=_dtype(spec, parameter, dtype), device=device)
-        for parameter in parameters(spec)
-    }
+def _allocate(spec: ModelSpec, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A parameter without values yet."""
+    return torch.empty(parameter.shape, dtype=_dtype(spec, parameter, dtype), device=device)
 
 
 def _dtype(spec: ModelSpec, parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
@@ -125,23 +79,27 @@ def _place(target: Tensor, stored: Tensor, source: Source) -> None:
     target[:, size:].copy_(stored[:, 1::2])
 
 
-def _finish(spec: ModelSpec, tensors: dict[str, Tensor]) -> None:
-    """Adds the norms' offset, so that the decoder need not know of it."""
-    if spec.norm_offset:
-        for parameter in parameters(spec):
-            if parameter.role == "norm":
-                tensors[parameter.name].add_(spec.norm_offset)
+def _finished(spec: ModelSpec, parameter: Parameter, tensor: Tensor, weights_dtype: str) -> Weight:
+    """A complete parameter as the decoder holds it: norms with their offset, so that the decoder need not know of it,
+    and the matrices of the layers quantized where that is asked for."""
+    if parameter.role == "norm" and spec.norm_offset:
+        tensor.add_(spec.norm_offset)
+    return Fp8Weight.of(tensor) if weights_dtype == "fp8" and parameter.is_product else tensor
 
 
-def random_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Decoder:
+def random_decoder(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int, weights_dtype: str = "auto"
+) -> Decoder:
     """A decoder with random weights, drawn on the device: matrices, biases and sinks normal with deviation 0.02,
-    norms one. The same seed gives the same weights on the same kind of device."""
+    norms one. The same seed gives the same weights on the same kind of device, before they are quantized."""
     generator = torch.Generator(device).manual_seed(seed)
-    tensors = _allocate(spec, dtype, device)
+    tensors: dict[str, Weight] = {}
     for parameter in parameters(spec):
-        tensor = tensors[parameter.name]
+        tensor = _allocate(spec, parameter, dtype, device)
         if parameter.role == "norm":
             tensor.fill_(1.0)
         else:
             tensor.normal_(0.0, 0.02, generator=generator)
+        quantizes = weights_dtype == "fp8" and parameter.is_product
+        tensors[parameter.name] = Fp8Weight.of(tensor) if quantizes else tensor
     return Decoder(spec, tensors)

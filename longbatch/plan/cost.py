@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter and of one cache entry. sparse: what rows
-    that are prefilled sparse cost, None where none are."""
+    """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter, on average, and of one cache entry.
+    sparse: what rows that are prefilled sparse cost, None where none are. products_speed: of the products with the
+    layers' matrices, relative to the measured rate."""
 
     spec: ModelSpec
     rates: Rates
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     sparse: SparseRows | None = None
+    products_speed: float = 1.0
 
     def prefill(self, prompt: np.ndarray, branch_tokens: np.ndarray | None = None) -> np.ndarray:
         """Seconds for reading each prompt: float64 [rows], for int [rows] prompts of whole waves.
@@ -37,10 +39,10 @@ class CostModel:
     def _prefill(
         self, prompt: np.ndarray, is_sparse: np.ndarray, branch_tokens: np.ndarray | None = None
     ) -> np.ndarray:
-        spec, rates = self.spec, self.rates
+        rates = self.rates
         length = prompt.astype(np.float64)
         branch = np.zeros_like(length) if branch_tokens is None else branch_tokens.astype(np.float64)
-        projections = spec.matmul_flops_per_token * (length + branch) + self._head_flops * (1 + branch)
+        projections = self._layer_flops * (length + branch) + self._head_flops * (1 + branch)
         attention = np.zeros_like(length)
         for window, flops in self._attention_flops.items():
             pairs = _causal_pairs(length, window)
@@ -64,8 +66,7 @@ class CostModel:
         together = max(1.0, kv_tokens / float((before + steps).mean()))
         num_steps = max(float(steps.max()), float(steps.sum()) / together)
         reading = num_steps * self.spec.num_parameters * self.weight_bytes / self.rates.bandwidth
-        flops = self.spec.matmul_flops_per_token + self._head_flops
-        computing = float(steps.sum()) * flops / self.rates.gemm_flops
+        computing = float(steps.sum()) * (self._layer_flops + self._head_flops) / self.rates.gemm_flops
         entries = self.spec.kv_entries_per_token * float((steps * before + steps**2 / 2).sum())
         return max(reading, computing) + entries * self.kv_bytes / self.rates.bandwidth
 
@@ -80,6 +81,11 @@ class CostModel:
         return int(sizes[took <= seconds].max(initial=unit))
 
     @cached_property
+    def _layer_flops(self) -> float:
+        """Operations of the layers' matrices for one token, in those of the measured rate."""
+        return self.spec.matmul_flops_per_token / self.products_speed
+
+    @cached_property
     def _head_flops(self) -> float:
         """Operations of the vocabulary projection for one position."""
         return 2.0 * self.spec.hidden_size * self.spec.vocab_size
@@ -91,6 +97,15 @@ class CostModel:
         for layer in self.spec.layers:
             flops[layer.window] = flops.get(layer.window, 0.0) + 4.0 * layer.num_heads * layer.head_dim
         return flops
+
+
+def products_speed(weights_dtype: str, dtype: str, capability: tuple[int, int]) -> float:
+    """How much faster than in dtype the layers' products are estimated to be with weights_dtype. capability: of CUDA.
+
+    Chips that multiply e4m3 numbers do twice as many a second as bfloat16's by their data sheets; the rate is not
+    measured. Others multiply them widened, which is counted at the full rate, though widening takes time too.
+    """
+    return 2.0 if weights_dtype == "fp8" and dtype == "bfloat16" and capability >= (8, 9) else 1.0
 
 
 def _causal_pairs(length: np.ndarray, window: int | None) -> np.ndarray:

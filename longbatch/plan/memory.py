@@ -66,13 +66,15 @@ def budget(
     *,
     wave_tokens: int | None = None,
     kv_tokens: int | None = None,
+    weight_bytes: int | None = None,
     sparse_heads: int = 0,
 ) -> Budget:
     """Share out a device's memory.
 
-    kv_bytes: bytes of one cache entry. wave_tokens, kv_tokens: fixed by the user, else chosen. sparse_heads: query
-    heads of a layer where some rows are prefilled sparse, else 0. Raises DeviceError where the weights leave no room
-    for even a short prompt, or a fixed size does not fit.
+    kv_bytes: bytes of one cache entry. wave_tokens, kv_tokens: fixed by the user, else chosen. weight_bytes: of all
+    weights, where some of them are quantized, else as many per parameter. sparse_heads: query heads of a layer where
+    some rows are prefilled sparse, else 0. Raises DeviceError where the weights leave no room for even a short prompt,
+    or a fixed size does not fit.
     """
     activation_bytes = max(2.0, weight_bytes_per_param)
     if on_gpu:
@@ -81,7 +83,7 @@ def budget(
     else:
         reserve = _CPU_RESERVE_BYTES + int(_CPU_RESERVE_SHARE * device_memory_bytes)
         tile_tokens, most_wave_tokens = _CPU_TILE_TOKENS, _CPU_WAVE_TOKENS
-    weights = int(spec.num_parameters * weight_bytes_per_param)
+    weights = int(spec.num_parameters * weight_bytes_per_param) if weight_bytes is None else weight_bytes
     tile = int(tile_tokens * _tile_numbers(spec) * activation_bytes)
     logits = 2 * max(_LOGIT_BYTES, 4 * spec.vocab_size)
     wave_bytes = int(_wave_numbers(spec) * activation_bytes) + _rope_bytes(spec)
@@ -97,7 +99,7 @@ def budget(
         needed = device_memory_bytes - free + PAGE_TOKENS * wave_bytes + page_bytes
         raise DeviceError(
             f"the model needs at least {needed / GIB:.1f} GiB and the device has {device_memory_bytes / GIB:.1f} GiB",
-            hint="use a device with more memory, a smaller model or a smaller --dtype",
+            hint="use a device with more memory, a smaller model, a smaller --dtype or --weights-dtype fp8",
         )
     if wave_tokens is None:
         # The pages must hold a wave twice, so that rows go on decoding while the next ones are read.
