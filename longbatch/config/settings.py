@@ -80,6 +80,12 @@ class Settings:
     adapter: Path | None = _setting(
         None, "folder of a LoRA adapter (PEFT) that is merged into the model when it is loaded", output_changing=True
     )
+    weights: str = _setting(
+        "auto",
+        "where the layers' weights are kept: resident on the device, or in host memory or on disk, from where each "
+        "layer arrives while the one before it computes; auto is the first of these that fits",
+        choices=("auto", "resident", "host", "disk"),
+    )
     out: Path | None = _setting(None, "run folder; the same folder again continues the run")
     gpus: str = _setting(
         "auto",

@@ -6,7 +6,7 @@ updated in place: `out` and `mlp` add to the x that they are given and return it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from longbatch.models.blocks import Attention, DenseMlp, rms_norm
 from longbatch.models.fp8 import Rows, Weight
 from longbatch.models.linear import linear
 from longbatch.models.moe import MoeMlp
-from longbatch.models.parameters import parameters
+from longbatch.models.parameters import PRODUCTS, parameters
 from longbatch.models.rope import Rope, RopeValues
 from longbatch.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -81,26 +81,51 @@ class Layer:
         return x.add_(rms_norm(self._mlp(x), self._mlp_out_norm, self._eps))
 
 
+def build_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Weight]) -> Layer:
+    """A layer of its tensors, by their keys."""
+    weights: dict[str, Tensor] = {}
+    products: dict[str, Weight] = {}
+    for key, tensor in tensors.items():
+        if key in PRODUCTS:
+            products[key] = tensor
+        else:
+            assert isinstance(tensor, Tensor)
+            weights[key] = tensor
+    layer = spec.layers[index]
+    rope_index = None if layer.rope is None else _distinct_ropes(spec).index(layer.rope)
+    return Layer(layer, spec.norm_eps, weights, products, rope_index)
+
+
+def _distinct_ropes(spec: ModelSpec) -> list[RopeSpec]:
+    distinct: list[RopeSpec] = []
+    for layer in spec.layers:
+        if layer.rope is not None and layer.rope not in distinct:
+            distinct.append(layer.rope)
+    return distinct
+
+
 class Decoder:
     """Embedding, layers, final norm and vocabulary projection.
 
     tensors: one for each of `parameters(spec)`, by name; norms already hold `norm_offset`; the matrices of the layers
-    may be quantized. ropes: the distinct rotations of the layers; the engine asks each once per tile and hands a layer
-    the values of its `rope_index`.
+    may be quantized. layers: where the layers bring their weights themselves, as `StreamedLayers` do; then tensors has
+    the others only. ropes: the distinct rotations of the layers; the engine asks each once per tile and hands a layer
+    the values of its `rope_index`. num_bytes: of the tensors.
+
+    `layers` is drawn one at a time, in order or by number: a layer may be used until the next one is drawn.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Weight]) -> None:
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Weight], layers: Sequence[Layer] | None = None) -> None:
         self.spec = spec
         own: dict[str, Tensor] = {}
-        weights: list[dict[str, Tensor]] = [{} for _ in spec.layers]
-        products: list[dict[str, Weight]] = [{} for _ in spec.layers]
+        inner: list[dict[str, Weight]] = [{} for _ in spec.layers]
         for parameter in parameters(spec):
-            tensor = tensors[parameter.name]
-            if parameter.layer is not None and parameter.is_product:
-                products[parameter.layer][parameter.key] = tensor
-            else:
+            if parameter.layer is None:
+                tensor = tensors[parameter.name]
                 assert isinstance(tensor, Tensor)
-                (own if parameter.layer is None else weights[parameter.layer])[parameter.key] = tensor
+                own[parameter.key] = tensor
+            elif layers is None:
+                inner[parameter.layer][parameter.key] = tensors[parameter.name]
         self._embed = own["embed"]
         self._head = own.get("head", self._embed)
         self._final_norm = own["final_norm"]
@@ -108,14 +133,11 @@ class Decoder:
         self.device: torch.device = self._embed.device
         # The scale is rounded to the weights' dtype, as Gemma was trained.
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        distinct: list[RopeSpec] = []
-        for layer in spec.layers:
-            if layer.rope is not None and layer.rope not in distinct:
-                distinct.append(layer.rope)
-        self.ropes = tuple(Rope.build(rope, self.device) for rope in distinct)
-        self.layers = tuple(
-            Layer(layer, spec.norm_eps, plain, matrices, None if layer.rope is None else distinct.index(layer.rope))
-            for layer, plain, matrices in zip(spec.layers, weights, products, strict=True)
+        self.ropes = tuple(Rope.build(rope, self.device) for rope in _distinct_ropes(spec))
+        self.layers: Sequence[Layer] = (
+            tuple(build_layer(spec, index, weights) for index, weights in enumerate(inner))
+            if layers is None
+            else layers
         )
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 

@@ -28,6 +28,11 @@ class Match:
         """The part that comes first: what a load is sorted by."""
         return next(iter(self.parts.values()))
 
+    @property
+    def layer(self) -> int | None:
+        """The number of the layer that it is in."""
+        return self.source.parameter.layer
+
 
 def match_tensors(spec: ModelSpec, stored: Mapping[str, StoredTensor], scheme: Scheme | None) -> list[Match]:
     """Pairs every source of the decoder with the stored tensors that hold it. Raises `UsageError`, naming all that

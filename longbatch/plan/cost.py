@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 class CostModel:
     """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter, on average, and of one cache entry.
     sparse: what rows that are prefilled sparse cost, None where none are. products_speed: of the products with the
-    layers' matrices, relative to the measured rate."""
+    layers' matrices, relative to the measured rate. stream_seconds: in which the weights of all layers reach the device
+    once, 0 where they stay there or nothing is known of it."""
 
     spec: ModelSpec
     rates: Rates
@@ -27,6 +29,7 @@ class CostModel:
     kv_bytes: float = 2.0
     sparse: SparseRows | None = None
     products_speed: float = 1.0
+    stream_seconds: float = 0.0
 
     def prefill(self, prompt: np.ndarray, branch_tokens: np.ndarray | None = None) -> np.ndarray:
         """Seconds for reading each prompt: float64 [rows], for int [rows] prompts of whole waves.
@@ -57,7 +60,8 @@ class CostModel:
     def decode(self, prompt: np.ndarray, generated: np.ndarray, kv_tokens: int) -> float:
         """Seconds for sampling `generated` tokens after each prompt, if every row uses all of them.
 
-        Each step reads the weights once for all rows that decode together, as many as kv_tokens holds.
+        Each step reads the weights once for all rows that decode together, as many as kv_tokens holds; where they are
+        streamed, it takes as long as their way to the device.
         """
         rows = generated > 0
         if not rows.any():
@@ -65,7 +69,8 @@ class CostModel:
         before, steps = prompt[rows].astype(np.float64), generated[rows].astype(np.float64)
         together = max(1.0, kv_tokens / float((before + steps).mean()))
         num_steps = max(float(steps.max()), float(steps.sum()) / together)
-        reading = num_steps * self.spec.num_parameters * self.weight_bytes / self.rates.bandwidth
+        once = max(self.spec.num_parameters * self.weight_bytes / self.rates.bandwidth, self.stream_seconds)
+        reading = num_steps * once
         computing = float(steps.sum()) * (self._layer_flops + self._head_flops) / self.rates.gemm_flops
         entries = self.spec.kv_entries_per_token * float((steps * before + steps**2 / 2).sum())
         return max(reading, computing) + entries * self.kv_bytes / self.rates.bandwidth
@@ -79,6 +84,20 @@ class CostModel:
         whole = self._prefill(np.array([longest]), np.array([is_sparse]))
         took = whole - self._prefill(longest - sizes, np.full(len(sizes), is_sparse))
         return int(sizes[took <= seconds].max(initial=unit))
+
+    def waves(self, seconds: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """Seconds of waves, float64 [waves], that take `seconds` with weights in place: each of their steps waits for
+        the layers, where these are streamed and it is short."""
+        longest: np.ndarray = np.maximum(seconds, num_steps * self.stream_seconds)
+        return longest
+
+    @property
+    def break_even_tokens(self) -> int | None:
+        """Tokens of a step from which a layer computes longer than the next one is on its way; None where nothing is
+        streamed."""
+        if not self.stream_seconds:
+            return None
+        return ceil(self.stream_seconds * self.rates.gemm_flops / self._layer_flops)
 
     @cached_property
     def _layer_flops(self) -> float:

@@ -49,7 +49,8 @@ class PlanView:
     model: name or folder. dtype: resolved. num_rows: answers that the manifest asks for. num_finished: answered by
     an earlier run. refusals: rows that cannot run, for whatever reason, those the plan refused included.
     stored: where the plan was saved. price_per_gpu_hour: as the user set it. attention: how the rows will attend.
-    weights_dtype: of the layers' matrices, auto for dtype.
+    weights_dtype: of the layers' matrices, auto for dtype. break_even_tokens: of a wave from which streamed layers keep
+    up with it, None where none are or it is not known.
     """
 
     plan: Plan
@@ -63,6 +64,7 @@ class PlanView:
     price_per_gpu_hour: float | None = None
     attention: str = "dense"
     weights_dtype: str = "auto"
+    break_even_tokens: int | None = None
 
     @property
     def price(self) -> float | None:
@@ -78,6 +80,8 @@ class PlanView:
             "model": self.model,
             "dtype": self.dtype,
             "weights_dtype": self.weights_dtype,
+            "weights": plan.budget.weights,
+            "break_even_tokens": self.break_even_tokens,
             "device": self.device.name,
             "attention": self.attention,
             "num_rows": self.num_rows,
@@ -90,6 +94,7 @@ class PlanView:
                 "wave_tokens": plan.budget.wave_tokens,
                 "kv_tokens": plan.budget.kv_tokens,
                 "parts": dict(plan.budget.parts),
+                "host_bytes": plan.budget.host_bytes,
             },
             "waves": [
                 {"rows": len(wave.rows), "tokens": wave.tokens, "width": wave.width, "seconds": wave.seconds}
@@ -131,6 +136,8 @@ def _facts(view: PlanView) -> Table:
     table = plain_table("", "")
     weights = "" if view.weights_dtype == "auto" else f", weights {view.weights_dtype}"
     table.add_row("model", f"{view.model}, {view.dtype}{weights}")
+    if view.plan.budget.weights != "resident":
+        table.add_row("weights", _streaming(view))
     table.add_row("device", view.device.name)
     table.add_row("attention", view.attention)
     table.add_row("rows", ", ".join(rows))
@@ -149,6 +156,19 @@ def _facts(view: PlanView) -> Table:
             "price", f"about {money_text(view.price)}, at {money_text(view.price_per_gpu_hour or 0.0)} an hour"
         )
     return table
+
+
+def _streaming(view: PlanView) -> str:
+    """Where the layers' weights are and what that costs."""
+    budget = view.plan.budget
+    if budget.weights == "host":
+        text = f"in host memory, {bytes_text(budget.host_bytes)}" if budget.host_bytes else "in host memory"
+    else:
+        text = "on disk, read for every wave and every token"
+    if view.break_even_tokens is None:
+        return text
+    limit = "hide their copies" if budget.weights == "host" else "hide their copies, if the disk is as fast"
+    return f"{text}; waves of {view.break_even_tokens:,} tokens or more {limit}"
 
 
 def _histogram(plan: Plan, *, ascii_only: bool) -> Table:

@@ -22,8 +22,9 @@ from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.models.adapter import adapter_hash, read_adapter
 from longbatch.models.parameters import weight_bytes
 from longbatch.output import RunFolder
-from longbatch.plan import Budget, CostModel, budget
+from longbatch.plan import Budget, CostModel
 from longbatch.plan.cost import products_speed
+from longbatch.plan.weights import budget_with_weights, weights_place
 from longbatch.prompt import PromptBuilder
 from longbatch.run.attention import Device, RunAttention, resolve_attention
 
@@ -195,21 +196,8 @@ class Job:
         }
 
     def budget(self) -> Budget:
-        """The memory of the device, shared out."""
-        width = DTYPE_BYTES[self.dtype]
-        device = self.device
-        memory = min(device.memory_bytes, device.free_bytes or device.memory_bytes)
-        shares = budget(
-            self.spec,
-            memory,
-            width,
-            width,
-            device.on_gpu,
-            wave_tokens=self.settings.wave_tokens,
-            kv_tokens=self.settings.kv_tokens,
-            weight_bytes=self._weight_bytes,
-            sparse_heads=max(layer.num_heads for layer in self.spec.layers) if self.attention.is_sparse else 0,
-        )
+        """The memory of the device, shared out. Raises DeviceError where that, or the host's, is too little."""
+        shares = self._shares()
         if self.settings.spill is None:
             return shares
         # A row that keeps its state after each chunk loses at most one of them.
@@ -218,7 +206,8 @@ class Job:
         return replace(shares, chunk_tokens=chunk)
 
     def cost(self) -> CostModel:
-        """Predicted times, from the device's rates. Raises DeviceError where sparse ones cannot be measured."""
+        """Predicted times, from the device's rates. Raises DeviceError where sparse ones cannot be measured, or the
+        model does not fit."""
         assert self.rates is not None
         width = DTYPE_BYTES[self.dtype]
         sparse = (
@@ -226,7 +215,22 @@ class Job:
         )
         weights = self._weight_bytes / self.spec.num_parameters
         speed = products_speed(self.settings.weights_dtype, self.dtype, self.device.capability)
-        return CostModel(self.spec, self.rates, weights, width, sparse, speed)
+        place = self._shares().weights
+        streamed = weights_place(place, self.spec, width, self.settings.weights_dtype, self.device.on_gpu).layer_bytes
+        seconds = streamed / self.rates.host_to_device if self.rates.host_to_device else 0.0
+        return CostModel(self.spec, self.rates, weights, width, sparse, speed, seconds)
+
+    def _shares(self) -> Budget:
+        return budget_with_weights(
+            self.settings.weights,
+            self.spec,
+            self.devices,
+            DTYPE_BYTES[self.dtype],
+            self.settings.weights_dtype,
+            wave_tokens=self.settings.wave_tokens,
+            kv_tokens=self.settings.kv_tokens,
+            sparse_heads=max(layer.num_heads for layer in self.spec.layers) if self.attention.is_sparse else 0,
+        )
 
     @property
     def _weight_bytes(self) -> int:

@@ -158,4 +158,5 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
         price_per_gpu_hour=settings.price_per_gpu_hour,
         attention=job.attention.describe(),
         weights_dtype=settings.weights_dtype,
+        break_even_tokens=job.cost().break_even_tokens,
     )

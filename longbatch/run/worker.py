@@ -248,7 +248,7 @@ def _load(job: Job, setup: WorkerSetup) -> Engine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device, dtype = torch.device(setup.device.torch_name), getattr(torch, job.dtype)
-    model = load(job.model_dir, dtype, device, settings.weights_dtype, settings.adapter)
+    model = load(job.model_dir, dtype, device, settings.weights_dtype, settings.adapter, budget.weights)
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in job.spec.layers]
     cache = KVCache(shapes, budget.kv_tokens // PAGE_TOKENS, dtype=dtype, device=device)
     limits = EngineLimits(
