@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import select_blocks, select_ranges, select_runs
+from longbatch.attention.patterns import select_ranges, select_tile
 from longbatch.models.decoder import Decoder
 from longbatch.sparsity import LayerPatterns
 
@@ -33,12 +33,8 @@ def mask_of(
         for low in range(start // tile * tile, stop, tile):
             low, high = max(low, start), min(low + tile, stop, read)
             tile_q = q[low - start : high - start]
-            if spec.kind == "runs":
-                (runs,) = select_runs(tile_q, k, [spec], q_offset=low, **common)
-                masks[heads, low - start : high - start] = runs.runs.mask(0, low, high, k.shape[0])
-            else:
-                (part,) = select_blocks(tile_q, k, [spec], q_offset=low, **common)
-                masks[heads, low - start : high - start] = part.blocks.mask(0, low, high, k.shape[0])
+            (part,) = select_tile(tile_q, k, [spec], q_offset=low, **common)
+            masks[heads, low - start : high - start] = part.selected.mask(0, low, high, k.shape[0])
     return masks
 
 

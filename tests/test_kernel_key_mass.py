@@ -13,6 +13,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("shared", [False, True], ids=["per-head", "shared"])
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts come in several pieces where kernels are interpreted."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(module, "SPLIT", 128)
+        monkeypatch.setattr(module, "LONGEST_SPAN", 128)
+
+
 def case(
     num_queries: int,
     num_keys: int,
@@ -113,7 +121,7 @@ def test_equals_definition(
     options = {"scale": 0.3, "q_offset": q_offset, "rows": rows, "step": step, "window": window, "shared": shared}
     outside, inside, counts = by_row(q, k, **options)
     tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 1e-4}
-    for sums, totals in (key_mass_ref(q, k, **options), key_mass(q, k, **options, split=128, span=128)):
+    for sums, totals in (key_mass_ref(q, k, **options), key_mass(q, k, **options)):
         assert sums.dtype == totals.dtype == torch.float32
         torch.testing.assert_close(sums.double(), outside, **tolerance)
         assert torch.equal(totals.double(), counts)
@@ -153,12 +161,13 @@ def test_planted_keys(shared: bool) -> None:
 
 
 @BOTH
-def test_spans_and_other_runs_change_nothing(shared: bool) -> None:
+def test_spans_and_other_runs_change_nothing(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = case(200, 700, 3, 1, 64)
-    options = {"scale": 0.3, "rows": 64, "step": 16, "window": 30, "shared": shared, "split": 128}
-    sums, totals = key_mass(q, k, q_offset=500, **options, span=128)
-    for span in (256, 640, None):
-        again, _ = key_mass(q, k, q_offset=500, **options, span=span)
+    options = {"scale": 0.3, "rows": 64, "step": 16, "window": 30, "shared": shared}
+    sums, totals = key_mass(q, k, q_offset=500, **options)
+    for span in (256, 640, 2048):
+        monkeypatch.setattr(module, "LONGEST_SPAN", span)
+        again, _ = key_mass(q, k, q_offset=500, **options)
         assert torch.equal(again, sums)
     # Run 8 holds the positions 512..575, with all its samples.
     alone, its_total = key_mass(q[12:76], k[:576], q_offset=512, **options)
@@ -172,7 +181,7 @@ def test_large_scores() -> None:
     q, k = case(100, 200, 2, 1, 64)
     options = {"scale": 40.0, "q_offset": 100, "rows": 64, "step": 8, "window": 16, "shared": False}
     expected, _ = key_mass_ref(q.double(), k.double(), **options)
-    for sums, _ in (key_mass(q, k, **options, split=128, span=128), key_mass_ref(q, k, **options)):
+    for sums, _ in (key_mass(q, k, **options), key_mass_ref(q, k, **options)):
         torch.testing.assert_close(sums.double(), expected, rtol=1e-2, atol=1e-4)
 
 
@@ -194,13 +203,21 @@ def test_reference_in_pieces(monkeypatch: pytest.MonkeyPatch, shared: bool) -> N
     [(9, 3, 64, 512, 16), (4, 1, 256, 512, 16), (14, 2, 128, 4096, 4), (8, 2, 96, 64, 256)],
 )
 def test_real_sizes(
-    heads: int, kv_heads: int, dim: int, rows: int, step: int, dtype: torch.dtype, shared: bool
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rows: int,
+    step: int,
+    dtype: torch.dtype,
+    shared: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     q, k = case(8001, 130_000, heads, kv_heads, dim, dtype, "cuda")
     options = {"q_offset": 130_000 - 8001, "rows": rows, "step": step, "window": 256, "shared": shared}
     options["scale"] = 2 * dim**-0.5
     sums, totals = key_mass(q, k, **options)
-    again, _ = key_mass(q, k, **options, span=384)
+    monkeypatch.setattr(module, "LONGEST_SPAN", 384)
+    again, _ = key_mass(q, k, **options)
     assert torch.equal(sums, again)
     expected, counts = key_mass_ref(q.double(), k.double(), **options)
     assert relative_error(sums, expected) < 4e-3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import select_blocks
+from longbatch.attention.patterns import select_tile
 from longbatch.attention.selection import Blocks
 from longbatch.sparsity import PatternSpec
 
@@ -73,8 +73,8 @@ def rows_of(blocks: Blocks, s: int) -> list[list[int]]:
 def check(
     q: Tensor, k: Tensor, specs: list[PatternSpec], *, shared: bool, offset: int, stride: int, block: int
 ) -> None:
-    (answer,) = select_blocks(q, k, specs, shared=shared, scale=SCALE, q_offset=offset)
-    blocks = answer.blocks
+    (answer,) = select_tile(q, k, specs, shared=shared, scale=SCALE, q_offset=offset)
+    blocks = answer.selected
     assert (blocks.block_rows, blocks.block_keys, blocks.first_row) == (block, block, offset // block * block)
     group = q.shape[1] // k.shape[1]
     sums = [block_sums(q[:, h], k[:, h // group], offset, stride, block) for h in range(q.shape[1])]
@@ -120,12 +120,12 @@ def test_a_tile_anywhere(offset: int) -> None:
 def test_tiles_of_whole_blocks_select_as_one() -> None:
     q, k = inputs(500, 500, 2)
     specs = [PatternSpec.make("antidiagonal", block=64, threshold=0.7)] * 4
-    (whole,) = select_blocks(q, k, specs, shared=False, scale=SCALE, q_offset=0)
+    (whole,) = select_tile(q, k, specs, shared=False, scale=SCALE, q_offset=0)
     low = 0
     for stop in (128, 192, 500):
-        (part,) = select_blocks(q[low:stop], k[:stop], specs, shared=False, scale=SCALE, q_offset=low)
+        (part,) = select_tile(q[low:stop], k[:stop], specs, shared=False, scale=SCALE, q_offset=low)
         for s in range(4):
-            assert rows_of(part.blocks, s) == rows_of(whole.blocks, s)[low // 64 : -(-stop // 64)]
+            assert rows_of(part.selected, s) == rows_of(whole.selected, s)[low // 64 : -(-stop // 64)]
         low = stop
 
 
@@ -134,6 +134,6 @@ def test_the_ends_of_the_scale(threshold: float, most: int) -> None:
     """0 keeps the forced blocks alone, 1 keeps all that hold anything."""
     q, k = inputs(500, 500, 1, num_kv=1)
     specs = [PatternSpec.make("antidiagonal", block=64, threshold=threshold)]
-    (answer,) = select_blocks(q / 10, k / 10, specs, shared=False, scale=SCALE, q_offset=0)
-    for own, found in enumerate(rows_of(answer.blocks, 0)):
+    (answer,) = select_tile(q / 10, k / 10, specs, shared=False, scale=SCALE, q_offset=0)
+    for own, found in enumerate(rows_of(answer.selected, 0)):
         assert found == sorted({0, own}) if most == 2 else found == list(range(own + 1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import blocks_pattern, select_blocks, summarize_blocks
+from longbatch.attention.patterns import select_tile, summarize_keys, tile_pattern
 from longbatch.attention.selection import Blocks
 from longbatch.sparsity import PatternSpec
 
@@ -62,9 +62,9 @@ def rows_of(blocks: Blocks, s: int) -> list[list[int]]:
 
 
 def select(q: Tensor, k: Tensor, specs: list[PatternSpec], *, shared: bool, q_offset: int) -> Blocks:
-    (found,) = select_blocks(q, k, specs, shared=shared, scale=SCALE, q_offset=q_offset)
+    (found,) = select_tile(q, k, specs, shared=shared, scale=SCALE, q_offset=q_offset)
     assert found.selections == tuple(range(len(specs)))
-    return found.blocks
+    return found.selected
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -139,15 +139,15 @@ def test_blocks_far_behind_in_score_are_still_in_order() -> None:
 def test_a_summary_of_the_keys_changes_nothing() -> None:
     q, k = inputs(70, 300, 2)
     specs = [PatternSpec.make("block_sparse", top_k=2), PatternSpec.make("block_sparse", top_k=2, block=128)] * 2
-    summaries = summarize_blocks(k, specs)
+    summaries = summarize_keys(k, specs)
     assert [None if summary is None else summary.shape for summary in summaries] == [(5, 2, 8), (3, 2, 8)]
     arguments = {"shared": False, "scale": SCALE, "q_offset": 230}
-    with_summary = select_blocks(q, k, specs, summaries=summaries, **arguments)
-    without = select_blocks(q, k, specs, **arguments)
+    with_summary = select_tile(q, k, specs, summaries=summaries, **arguments)
+    without = select_tile(q, k, specs, **arguments)
     assert [one.selections for one in without] == [(0, 2), (1, 3)]
     for one, other in zip(with_summary, without, strict=True):
-        assert torch.equal(one.blocks.indices, other.blocks.indices)
-        assert torch.equal(one.blocks.counts, other.blocks.counts)
+        assert torch.equal(one.selected.indices, other.selected.indices)
+        assert torch.equal(one.selected.counts, other.selected.counts)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
@@ -162,7 +162,7 @@ def test_some_selections_alone_are_as_among_all(name: str, shared: bool, selecti
     }
     spec = PatternSpec.make(name, **parameters[name])
     arguments = {"shared": shared, "scale": SCALE, "q_offset": 270}
-    pattern = blocks_pattern(name)
+    pattern = tile_pattern(name)
     everything = pattern.select(q, k, [spec] * 6, **arguments)
     some = pattern.select(q, k, [spec] * len(selections), selections=selections, **arguments)
     for place, s in enumerate(selections):
@@ -181,13 +181,13 @@ def test_patterns_of_several_kinds_answer_apart() -> None:
         PatternSpec.make("strided", stride=3, local=2),
     ]
     arguments = {"shared": False, "scale": SCALE, "q_offset": 300}
-    found = select_blocks(q, k, specs, **arguments)
+    found = select_tile(q, k, specs, **arguments)
     assert [one.selections for one in found] == [(0, 5), (1, 4), (3,), (2,)]
     for one in found:
         for place, s in enumerate(one.selections):
-            (alone,) = select_blocks(q, k, [specs[s]], selections=[s], **arguments)
+            (alone,) = select_tile(q, k, [specs[s]], selections=[s], **arguments)
             assert alone.selections == (s,)
-            assert rows_of(alone.blocks, 0) == rows_of(one.blocks, place)
+            assert rows_of(alone.selected, 0) == rows_of(one.selected, place)
 
 
 @pytest.mark.gpu
@@ -202,15 +202,15 @@ def test_the_device_is_not_waited_for(shared: bool) -> None:
     ]
     specs = [patterns[i % 4] for i in range(2 if shared else 8)]
     arguments = {"shared": shared, "scale": 0.125, "q_offset": 2000}
-    select_blocks(q, k, specs, **arguments)  # compiles the kernels
+    select_tile(q, k, specs, **arguments)  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = select_blocks(q, k, specs, **arguments)
+        found = select_tile(q, k, specs, **arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    wanted = select_blocks(q.cpu().float(), k.cpu().float(), specs, **arguments)
+    wanted = select_tile(q.cpu().float(), k.cpu().float(), specs, **arguments)
     for one, want in zip(found, wanted, strict=True):
         assert one.selections == want.selections
         # Two roundings of the same scores may swap the last block of a list.
-        pairs = one.blocks.pairs(2000, 3000, 3000).cpu()
-        assert torch.allclose(pairs, want.blocks.pairs(2000, 3000, 3000), rtol=0.05)
+        pairs = one.selected.pairs(2000, 3000, 3000).cpu()
+        assert torch.allclose(pairs, want.selected.pairs(2000, 3000, 3000), rtol=0.05)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import select_runs
+from longbatch.attention.patterns import select_tile
 from longbatch.attention.patterns.stripes import SINKS, worthwhile
 from longbatch.attention.selection import NOWHERE, Runs
 from longbatch.sparsity import PatternSpec
@@ -23,9 +23,9 @@ def inputs(num_keys: int, num_queries: int, heads: int, kv_heads: int, seed: int
 
 
 def select(q: Tensor, k: Tensor, specs: list[PatternSpec], q_offset: int, shared: bool = False) -> Runs:
-    (found,) = select_runs(q, k, specs, shared=shared, scale=SCALE, q_offset=q_offset)
+    (found,) = select_tile(q, k, specs, shared=shared, scale=SCALE, q_offset=q_offset)
     assert found.selections == tuple(range(len(specs)))
-    return found.runs
+    return found.selected
 
 
 def weights_of(q: Tensor, k: Tensor, q_offset: int) -> Tensor:
@@ -63,19 +63,20 @@ def test_the_keys_that_samples_look_at(num_keys: int, q_offset: int, shared: boo
 def test_heads_may_have_runs_of_their_own() -> None:
     q, k = inputs(256, 256, 2, 2)
     specs = [PatternSpec.make("stripes", rows=64), PatternSpec.make("stripes", rows=128)]
-    found = select_runs(q, k, specs, shared=False, scale=SCALE, q_offset=0)
-    assert [(one.selections, len(one.runs.bounds)) for one in found] == [((0,), 5), ((1,), 3)]
+    found = select_tile(q, k, specs, shared=False, scale=SCALE, q_offset=0)
+    assert [(one.selections, len(one.selected.bounds)) for one in found] == [((0,), 5), ((1,), 3)]
 
 
 def test_some_selections_of_a_layer() -> None:
     q, k = inputs(200, 200, 6, 3)
     specs = [PatternSpec.make("stripes", mass=0.2 + 0.1 * i, rows=64, window=3) for i in range(6)]
     whole = select(q, k, specs, 0)
-    (part,) = select_runs(q, k, [specs[3], specs[5]], shared=False, scale=SCALE, q_offset=0, selections=[3, 5])
+    (part,) = select_tile(q, k, [specs[3], specs[5]], shared=False, scale=SCALE, q_offset=0, selections=[3, 5])
     for number, place in enumerate((3, 5)):
         for run in range(4):
             want = whole.columns[run, place, : whole.column_counts[run, place]]
-            assert part.runs.columns[run, number, : part.runs.column_counts[run, number]].tolist() == want.tolist()
+            found = part.selected.columns[run, number, : part.selected.column_counts[run, number]]
+            assert found.tolist() == want.tolist()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

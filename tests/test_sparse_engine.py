@@ -280,15 +280,14 @@ def test_the_kernels_compute_what_the_masks_do(length: int, dtype: torch.dtype, 
     for start in range(0, length, 4096):
         part = half[0][start : start + 4096]
         found = sparse.attend(part, *half[1:], selection, q_offset=start)
-        blocks = sparse._selected_blocks(part, half[1], selection, start)
-        runs = sparse._selected_runs(part, half[1], selection, start)
+        tiles = sparse._selected_tile(part, half[1], selection, start)
         exact = [x.float() for x in half]
         for low in range(start, min(start + 4096, length), 512):
             rows = slice(low - start, low - start + 512)
             ranges = next((one for one in selection.ranges if one[0].rows[0] <= low < one[0].rows[1]), None)
             if ranges is not None and ranges[0].rows[1] < min(low + 512, length):
                 continue
-            state = sparse._with_masks(exact[0][low : low + 512], *exact[1:], ranges, blocks, runs, low)
+            state = sparse._with_masks(exact[0][low : low + 512], *exact[1:], ranges, tiles, low)
             error = (found.out[rows].float() - state.out).norm() / state.out.norm()
             assert error < 4e-3
             torch.testing.assert_close(found.lse[:, rows], state.lse, atol=2e-2, rtol=0)

@@ -24,6 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Keys per log-sum-exp: cut elsewhere, sums would round differently. Most keys per program of the sums, fewer where that
+# fills a GPU: it changes nothing. Both are multiples of 128.
+SPLIT, LONGEST_SPAN = 2048, 2048
 # Most numbers of the reference's softmax at a time.
 WORKSPACE = 1 << 25
 # Bytes per program from which the large tiles fit: sm_80, 90 and 100 have them.
@@ -327,22 +330,15 @@ def key_mass(
     step: int,
     window: int,
     shared: bool,
-    split: int = 2048,
-    span: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch both kernels: (sums, totals). scale is positive, rows and step are powers of two.
-
-    q_offset: the position of q[0]; q_offset + n is at most N, and later keys count nothing. split: keys per
-    log-sum-exp, the same for every call whose results are compared. span: keys per program, which changes no result;
-    chosen to fill a GPU. Both are multiples of 128.
-    """
+    """Launch both kernels: (sums, totals). scale is positive, rows and step are powers of two. q_offset: the position
+    of q[0]; q_offset + n is at most N, and later keys count nothing."""
     num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv, _ = k.shape
     group = num_heads // num_kv
     assert q_offset + num_queries <= num_keys
     assert q.stride(2) == k.stride(2) == 1
     assert rows & (rows - 1) == step & (step - 1) == 0
-    assert split % 128 == 0
     num_runs = num_runs_of(num_queries, q_offset, rows)
     samples = max(1, rows // step)
     most_rows, options = _tile(q)
@@ -350,13 +346,11 @@ def key_mass(
     per_head = min(samples, most_rows)
     heads = max(16 // per_head, min(triton.next_power_of_2(group), most_rows // per_head))
     head_tiles = triton.cdiv(group, heads)
-    num_splits = triton.cdiv(q_offset + num_queries, split)
+    num_splits = triton.cdiv(q_offset + num_queries, SPLIT)
     num_programs = num_runs * (1 if shared else head_tiles)
-    if span is None:
-        span = 2048
-        while span > 256 and num_programs * num_kv * num_keys < 512 * span:
-            span //= 2
-    assert span % 128 == 0
+    span = LONGEST_SPAN
+    while span > 256 and num_programs * num_kv * num_keys < 512 * span:
+        span //= 2
     same = {
         "ROWS": rows,
         "GROUP": group,
@@ -373,7 +367,7 @@ def key_mass(
     strides = *q.stride()[:2], *k.stride()[:2]
     partial_lse = torch.empty((num_heads, num_runs, samples, num_splits), dtype=torch.float32, device=q.device)
     key_mass_lse_kernel[(num_runs * head_tiles * (samples // per_head), num_splits, num_kv)](
-        q, k, partial_lse, scale_log2, *strides, num_runs, num_queries, q_offset, num_splits, SPLIT=split, **same
+        q, k, partial_lse, scale_log2, *strides, num_runs, num_queries, q_offset, num_splits, SPLIT=SPLIT, **same
     )
     sums = torch.empty((num_runs, num_kv if shared else num_heads, num_keys), dtype=torch.float32, device=q.device)
     key_mass_sums_kernel[(num_programs, triton.cdiv(num_keys, span), num_kv)](

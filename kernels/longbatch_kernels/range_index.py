@@ -117,11 +117,15 @@ def build_index(
     )
 
 
+# Those of a prompt in many runs are large, and other ones for each tile.
+MOST_KEPT_ROWS = 512
 _tables: dict[tuple[tuple[tuple[int, ...], ...], torch.device], Tensor] = {}
 
 
 def on_device(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """A small table of numbers as int32 on the device. The same ones return layer after layer, so they are kept."""
+    """A table of numbers as int32 on the device. The same ones return layer after layer, so small ones are kept."""
+    if len(table) > MOST_KEPT_ROWS:
+        return torch.tensor(table, dtype=torch.int32).to(device)
     key = (table, device)
     if key not in _tables:
         if len(_tables) >= 1024:

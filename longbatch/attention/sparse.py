@@ -20,10 +20,13 @@ from longbatch.attention.state import State, masked
 if TYPE_CHECKING:
     from longbatch.sparsity import LayerPatterns
 
+# What patterns selected for a tile, with the layer's numbers of these selections.
+_TileParts = list[tuple[Sequence[int], Blocks | Runs]]
+
 # A mask holds at most this many entries, and rows: keys after its last row are left out.
 MASK_ENTRIES, MASK_ROWS = 1 << 24, 1024
 # Bytes of the keys and values that are gathered for the runs of a tile at once.
-GATHERED_BYTES = 1 << 30
+GATHERED_BYTES = 1 << 29
 
 
 @dataclass(slots=True)
@@ -61,8 +64,7 @@ class SparseLayer:
         self._heads_each = num_heads // len(patterns.heads)
         places = range(len(patterns.heads))
         self._ranges = [place for place in places if patterns.heads[place].kind == "ranges"]
-        self._blocks = [place for place in places if patterns.heads[place].kind == "blocks"]
-        self._runs = [place for place in places if patterns.heads[place].kind == "runs"]
+        self._by_tile = [place for place in places if patterns.heads[place].kind != "ranges"]
         # Queries that `select` looks at.
         self.last_queries = last_queries(patterns.heads)
         self._device_lists = cache(self._make_lists)
@@ -83,7 +85,7 @@ class SparseLayer:
         k, v: [N, Hkv, D], keys and values of positions 0..N-1; the last row and the last query are at N-1. counted: the
         rows that will be attended, where these are not all.
         """
-        from longbatch.attention.patterns import summarize_blocks
+        from longbatch.attention.patterns import summarize_keys
         from longbatch.attention.patterns.base import on_device
 
         heads = self.patterns.heads
@@ -98,7 +100,7 @@ class SparseLayer:
                 if low < high:
                     pairs.index_add_(0, places, ranges.pairs(low, high, k.shape[0]))
         prepared = [(ranges, self._prepared(ranges, k, v) if _has_kernels(k) else None) for ranges in found]
-        summaries = summarize_blocks(k, [heads[place] for place in self._blocks]) if self._blocks else ()
+        summaries = summarize_keys(k, [heads[place] for place in self._by_tile])
         return LayerSelection(rows, prepared, summaries, pairs, self._heads_each)
 
     def select_ranges(
@@ -121,8 +123,7 @@ class SparseLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, selection: LayerSelection, *, q_offset: int) -> State:
         """Attention of queries [n, H, D] at positions q_offset..q_offset+n-1, which are among the selection's rows,
         over the k and v that it was made of. A query that sees no key gives 0 and a log-sum-exp of -inf."""
-        blocks = self._selected_blocks(q, k, selection, q_offset)
-        runs = self._selected_runs(q, k, selection, q_offset)
+        tile = self._selected_tile(q, k, selection, q_offset)
         stop = q_offset + q.shape[0]
         cuts = {q_offset, stop}
         for ranges, _ in selection.ranges:
@@ -130,57 +131,32 @@ class SparseLayer:
         bounds = sorted(cuts)
         attend = self._with_kernels if _has_kernels(q) else self._with_masks
         states = [
-            attend(q[low - q_offset : high - q_offset], k, v, _at(selection, low), blocks, runs, low)
+            attend(q[low - q_offset : high - q_offset], k, v, _at(selection, low), tile, low)
             for low, high in pairwise(bounds)
         ]
         if len(states) == 1:
             return states[0]
         return State(torch.cat([state.out for state in states]), torch.cat([state.lse for state in states], dim=1))
 
-    def _selected_blocks(
-        self, q: Tensor, k: Tensor, selection: LayerSelection, q_offset: int
-    ) -> list[tuple[list[int], Blocks]]:
+    def _selected_tile(self, q: Tensor, k: Tensor, selection: LayerSelection, q_offset: int) -> _TileParts:
         """The tile's own selections, with their numbers; they are counted here."""
-        from longbatch.attention.patterns import select_blocks
+        from longbatch.attention.patterns import select_tile
+        from longbatch.attention.patterns.base import on_device
 
-        if not self._blocks:
-            return []
-        found = select_blocks(
+        found = select_tile(
             q,
             k,
-            [self.patterns.heads[place] for place in self._blocks],
+            [self.patterns.heads[place] for place in self._by_tile],
             shared=self.patterns.shared,
             scale=self.scale,
             q_offset=q_offset,
-            selections=self._blocks,
+            selections=self._by_tile,
             summaries=selection.summaries,
         )
-        answer = [(list(part.selections), part.blocks) for part in found]
-        for places, blocks in answer:
-            _count(selection, places, blocks.pairs(q_offset, q_offset + q.shape[0], k.shape[0]))
-        return answer
-
-    def _selected_runs(
-        self, q: Tensor, k: Tensor, selection: LayerSelection, q_offset: int
-    ) -> list[tuple[list[int], Runs]]:
-        """Likewise."""
-        from longbatch.attention.patterns import select_runs
-
-        if not self._runs:
-            return []
-        found = select_runs(
-            q,
-            k,
-            [self.patterns.heads[place] for place in self._runs],
-            shared=self.patterns.shared,
-            scale=self.scale,
-            q_offset=q_offset,
-            selections=self._runs,
-        )
-        answer = [(list(part.selections), part.runs) for part in found]
-        for places, runs in answer:
-            _count(selection, places, runs.pairs(q_offset, q_offset + q.shape[0], k.shape[0]))
-        return answer
+        for part in found:
+            pairs = part.selected.pairs(q_offset, q_offset + q.shape[0], k.shape[0])
+            selection.pairs_each.index_add_(0, on_device(part.selections, k.device), pairs)
+        return [(part.selections, part.selected) for part in found]
 
     # ------------------------------------------------------------------------------------- by masks
 
@@ -190,13 +166,12 @@ class SparseLayer:
         k: Tensor,
         v: Tensor,
         ranges: tuple[Ranges, Any] | None,
-        blocks: list[tuple[list[int], Blocks]],
-        runs: list[tuple[list[int], Runs]],
+        tile: _TileParts,
         q_offset: int,
     ) -> State:
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        parts: list[tuple[list[int], Ranges | Blocks | Runs]] = [*blocks, *runs]
+        parts: list[tuple[Sequence[int], Ranges | Blocks | Runs]] = [*tile]
         if ranges is not None:
             parts.append((self._ranges, ranges[0]))
         for places, selected in parts:
@@ -226,6 +201,31 @@ class SparseLayer:
                 rows[head] = first + number
         return rows
 
+    def _attend_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, places: Sequence[int], blocks: Blocks, q_offset: int, state: State
+    ) -> None:
+        """Into the state."""
+        from longbatch_kernels.block_attention import block_attention
+
+        heads, numbers = self._device_lists(tuple(places), q.device)
+        block_attention(
+            q,
+            k,
+            v,
+            blocks.indices,
+            blocks.counts,
+            block_rows=blocks.block_rows,
+            block_keys=blocks.block_keys,
+            first_row=blocks.first_row,
+            heads=heads,
+            selections=numbers,
+            q_offset=q_offset,
+            scale=self.scale,
+            share=self._heads_each,
+            out=state.out,
+            lse=state.lse,
+        )
+
     def _attend_runs(
         self, q: Tensor, k: Tensor, v: Tensor, places: Sequence[int], runs: Runs, q_offset: int, state: State
     ) -> None:
@@ -253,8 +253,7 @@ class SparseLayer:
         k: Tensor,
         v: Tensor,
         ranges: tuple[Ranges, Any] | None,
-        blocks: list[tuple[list[int], Blocks]],
-        runs: list[tuple[list[int], Runs]],
+        tile: _TileParts,
         q_offset: int,
     ) -> State:
         out = torch.empty_like(q)
@@ -263,31 +262,12 @@ class SparseLayer:
             from longbatch_kernels.range_attention import range_attention
 
             range_attention(q, k, v, ranges[1], scale=self.scale, q_offset=q_offset, out=out, lse=lse)
-        if blocks:
-            from longbatch_kernels.block_attention import block_attention
-
-            for places, selected in blocks:
-                heads, numbers = self._device_lists(tuple(places), q.device)
-                block_attention(
-                    q,
-                    k,
-                    v,
-                    selected.indices,
-                    selected.counts,
-                    block_rows=selected.block_rows,
-                    block_keys=selected.block_keys,
-                    first_row=selected.first_row,
-                    heads=heads,
-                    selections=numbers,
-                    q_offset=q_offset,
-                    scale=self.scale,
-                    share=self._heads_each,
-                    out=out,
-                    lse=lse,
-                )
         state = State(out, lse)
-        for places, own in runs:
-            self._attend_runs(q, k, v, places, own, q_offset, state)
+        for places, selected in tile:
+            if isinstance(selected, Blocks):
+                self._attend_blocks(q, k, v, places, selected, q_offset, state)
+            else:
+                self._attend_runs(q, k, v, places, selected, q_offset, state)
         return state
 
     def _make_lists(self, places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -299,12 +279,6 @@ class SparseLayer:
             torch.tensor(heads, dtype=torch.int32, device=device),
             torch.tensor(numbers, dtype=torch.int32, device=device),
         )
-
-
-def _count(selection: LayerSelection, places: Sequence[int], pairs: Tensor) -> None:
-    from longbatch.attention.patterns.base import on_device
-
-    selection.pairs_each.index_add_(0, on_device(places, pairs.device), pairs)
 
 
 def _has_kernels(x: Tensor) -> bool:

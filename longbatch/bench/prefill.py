@@ -116,20 +116,18 @@ def compare(model: Model, lengths: Sequence[int], device: torch.device, *, repea
         yield Measurement(f"{DENSE}, {name}, extrapolated", "prefill", dense, "s", None, None, holds)
         for shared, mode in MODES.items():
             say(f"{name}, {mode}")
-            attention = workload_layers(decoder.spec, length, device, shared=shared)
-            seconds, density = timed(decoder, length, attention, repeats)
+            seconds, density = timed(decoder, length, shared, repeats)
             say(f"{name}, {mode}: {seconds:.3f} s, products alone {bound:.3f} s, dense {dense:.3f} s")
             case = f"longbatch, {mode}, {name}"
             yield Measurement(case, "prefill", seconds, "s", PRODUCTS, bound / seconds, holds)
             yield Measurement(case, "prefill", seconds, "s", DENSE, dense / seconds, holds)
             yield Measurement(case, "density", density, "share", None, None, holds)
-            for part, spent in breakdown(decoder, length, attention).items():
+            for part, spent in breakdown(decoder, length, shared).items():
                 yield Measurement(case, part, spent, "s", "prefill", spent / seconds, holds)
-            del attention
             _free(device)
 
 
-def step_of(length: int, attention: tuple[SparseLayer | None, ...] | None, decoder: Decoder) -> Step:
+def step_of(length: int, attention: tuple[SparseLayer, ...] | None, decoder: Decoder) -> Step:
     """One prompt of random tokens in one piece, whose last position is read and whose K/V are not kept."""
     ids = np.random.default_rng(SEED).integers(0, decoder.spec.vocab_size, length, dtype=np.int32)
     executed = Executed(sparse=attention is not None)
@@ -146,13 +144,18 @@ def run(decoder: Decoder, step: Step) -> tuple[Tensor, Tensor]:
     return hidden, decoder.logits(decoder.final_norm(hidden))
 
 
-def timed(
-    decoder: Decoder, length: int, attention: tuple[SparseLayer | None, ...] | None, repeats: int
-) -> tuple[float, float]:
+def attention_of(decoder: Decoder, length: int, shared: bool | None) -> tuple[SparseLayer, ...] | None:
+    """The workload's layers; none where shared is None: dense."""
+    return None if shared is None else workload_layers(decoder.spec, length, decoder.device, shared=shared)
+
+
+def timed(decoder: Decoder, length: int, shared: bool | None, repeats: int) -> tuple[float, float]:
     """Least seconds of some runs from the tokens to the logits, and the executed density. What is compiled is compiled
-    before, on the same prompt or on a dense shorter one."""
+    before, on the same prompt or on a shorter one."""
     long = length > LONG
-    run(decoder, step_of(*((WARM_TOKENS, None) if long else (length, attention)), decoder))
+    warm = WARM_TOKENS if long else length
+    run(decoder, step_of(warm, attention_of(decoder, warm, shared), decoder))
+    attention = attention_of(decoder, length, shared)
     best, density = float("inf"), 1.0
     for _ in range(1 if long else repeats):
         step = step_of(length, attention, decoder)
@@ -167,11 +170,11 @@ def timed(
     return best, density
 
 
-def breakdown(decoder: Decoder, length: int, attention: tuple[SparseLayer | None, ...] | None) -> dict[str, float]:
+def breakdown(decoder: Decoder, length: int, shared: bool | None) -> dict[str, float]:
     """Seconds on the device by kind of work, and what the device waited: `idle`. Nothing where there is no GPU."""
     if decoder.device.type != "cuda":
         return {}
-    step = step_of(length, attention, decoder)
+    step = step_of(length, attention_of(decoder, length, shared), decoder)
     _wait(decoder.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         begin = time.perf_counter()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longbatch.attention.patterns import select_blocks, select_ranges, select_runs, summarize_blocks
+from longbatch.attention.patterns import select_ranges, select_tile, summarize_keys
 from longbatch.attention.selection import Ranges, merged_ranges
 from longbatch.attention.sparse import SparseLayer
 from longbatch.attention.state import partial
@@ -131,13 +131,13 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor) -> tuple[float, float]:
     rows = slice(length - BLOCK_TILE, length)
     selection = layer.select(None, k, v, q_offset=length, rows=(0, length))
     both = _seconds(lambda: layer.attend(q[rows], k, v, selection, q_offset=rows.start))
-    summaries = summarize_blocks(k, specs)
+    summaries = summarize_keys(k, specs)
 
     def scored() -> Any:
-        return select_blocks(q[rows], k, specs, shared=False, scale=SCALE, q_offset=rows.start, summaries=summaries)
+        return select_tile(q[rows], k, specs, shared=False, scale=SCALE, q_offset=rows.start, summaries=summaries)
 
     scoring = _seconds(scored)
-    pairs = float(scored()[0].blocks.pairs(rows.start, length, length).sum())
+    pairs = float(scored()[0].selected.pairs(rows.start, length, length).sum())
     num_scores = HEADS * (causal_pairs(length) - causal_pairs(rows.start)) / BLOCK**2
     # A difference of two measurements; the attention is never less than a tenth of both.
     return scoring / num_scores, _flops(pairs) / max(both - scoring, both / 10)
@@ -150,7 +150,7 @@ def _antidiagonal(q: Tensor, k: Tensor) -> float:
     start = length - BLOCK_TILE
 
     def scored() -> None:
-        select_blocks(q[start:length], k[:length], specs, shared=False, scale=SCALE, q_offset=start)
+        select_tile(q[start:length], k[:length], specs, shared=False, scale=SCALE, q_offset=start)
 
     pairs = HEADS * (causal_pairs(length) - causal_pairs(start))
     return pairs * 2 * HEAD_DIM / specs[0]["stride"] / _seconds(scored)
@@ -163,7 +163,7 @@ def _sampled(q: Tensor, k: Tensor) -> float:
     start = length - BLOCK_TILE
 
     def chosen() -> None:
-        select_runs(q[start:length], k[:length], specs, shared=False, scale=SCALE, q_offset=start)
+        select_tile(q[start:length], k[:length], specs, shared=False, scale=SCALE, q_offset=start)
 
     pairs = HEADS * (causal_pairs(length) - causal_pairs(start))
     return _flops(pairs / specs[0]["step"]) / _seconds(chosen)

@@ -21,9 +21,10 @@ _GPU_TILE_TOKENS = 8192
 _CPU_TILE_TOKENS = 512
 # Logits are float32 and made in tiles of about this size, with as much again for their log-softmax.
 _LOGIT_BYTES = GIB // 4
-# Selections of sparse rows: on a GPU counting them, and for each key and head two float32 scores, what sorts them and a
-# map of what is covered; on a CPU a mask, its distances and its bias.
-_GPU_SELECTION_BYTES = GIB // 2
+# Selections of sparse rows: on a GPU counting them, or sums by sampled queries with what sorts them out and the keys
+# and values gathered for some runs; and for each key and head two float32 scores, what sorts them and a map of what is
+# covered. On a CPU a mask and its bias.
+_GPU_SELECTION_BYTES = 3 * GIB // 2
 _SELECTION_KEY_BYTES = 12
 _CPU_SELECTION_BYTES = GIB // 4
 # A wave this long keeps every matrix product at full speed; more would only take pages from the cache.

@@ -13,24 +13,20 @@ from typing import Any
 
 from torch import Tensor
 
-from longbatch.attention.patterns.base import BlocksPattern, RangesPattern, RunsPattern
+from longbatch.attention.patterns.base import RangesPattern, TilePattern
 from longbatch.attention.selection import Blocks, Ranges, Runs, stacked
 from longbatch.sparsity import PATTERNS, PatternSpec
 
 __all__ = [
-    "BlocksPattern",
     "RangesPattern",
-    "RunsPattern",
-    "SelectedBlocks",
-    "SelectedRuns",
-    "blocks_pattern",
+    "SelectedTile",
+    "TilePattern",
     "last_queries",
     "ranges_pattern",
-    "runs_pattern",
-    "select_blocks",
     "select_ranges",
-    "select_runs",
-    "summarize_blocks",
+    "select_tile",
+    "summarize_keys",
+    "tile_pattern",
 ]
 
 
@@ -40,15 +36,9 @@ def ranges_pattern(name: str) -> RangesPattern:
     return pattern
 
 
-def blocks_pattern(name: str) -> BlocksPattern:
-    """The pattern of that name, of the kind `blocks`."""
-    pattern: BlocksPattern = _pattern(name)
-    return pattern
-
-
-def runs_pattern(name: str) -> RunsPattern:
-    """The pattern of that name, of the kind `runs`."""
-    pattern: RunsPattern = _pattern(name)
+def tile_pattern(name: str) -> TilePattern:
+    """The pattern of that name, of the kind `blocks` or `runs`."""
+    pattern: TilePattern = _pattern(name)
     return pattern
 
 
@@ -64,19 +54,11 @@ def last_queries(specs: Sequence[PatternSpec]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedBlocks:
-    """The blocks of some of a layer's selections: entry i of `blocks` is selection selections[i]."""
+class SelectedTile:
+    """What a pattern selected for a tile: selection i of `selected` is the layer's selections[i]."""
 
     selections: tuple[int, ...]
-    blocks: Blocks
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedRuns:
-    """The runs of some of a layer's selections: selection i of `runs` is the layer's selections[i]."""
-
-    selections: tuple[int, ...]
-    runs: Runs
+    selected: Blocks | Runs
 
 
 def select_ranges(
@@ -110,15 +92,15 @@ def select_ranges(
     return parts[0][1] if len(parts) == 1 else stacked(parts, rows)
 
 
-def summarize_blocks(k: Tensor, specs: Sequence[PatternSpec]) -> tuple[Tensor | None, ...]:
-    """What `select_blocks` wants to know of the keys, for all tiles of queries that use them."""
+def summarize_keys(k: Tensor, specs: Sequence[PatternSpec]) -> tuple[Tensor | None, ...]:
+    """What `select_tile` wants to know of the keys, for all tiles of queries that use them."""
     return tuple(
-        blocks_pattern(specs[places[0]].name).summarize(k, [specs[place] for place in places])
+        tile_pattern(specs[places[0]].name).summarize(k, [specs[place] for place in places])
         for places in _uniform_batches(specs)
     )
 
 
-def select_blocks(
+def select_tile(
     q: Tensor,
     k: Tensor,
     specs: Sequence[PatternSpec],
@@ -128,16 +110,16 @@ def select_blocks(
     q_offset: int,
     selections: Sequence[int] | None = None,
     summaries: Sequence[Tensor | None] | None = None,
-) -> tuple[SelectedBlocks, ...]:
-    """What patterns of the kind `blocks` select for a tile of queries: the arguments are those of
-    `BlocksPattern.select`; summaries: what `summarize_blocks` gave. One answer for each kind and size of blocks."""
+) -> tuple[SelectedTile, ...]:
+    """What patterns of the kinds `blocks` and `runs` select for a tile of queries: the arguments are those of
+    `TilePattern.select`; summaries: what `summarize_keys` gave. One answer for each kind and size of blocks or runs."""
     chosen = range(len(specs)) if selections is None else selections
     batches = _uniform_batches(specs)
     answers = []
     for places, summary in zip(batches, summaries or [None] * len(batches), strict=True):
         own = [specs[place] for place in places]
         own_selections = [chosen[place] for place in places]
-        blocks = blocks_pattern(own[0].name).select(
+        selected = tile_pattern(own[0].name).select(
             q,
             k,
             own,
@@ -147,31 +129,7 @@ def select_blocks(
             selections=own_selections,
             summary=summary,
         )
-        answers.append(SelectedBlocks(tuple(own_selections), blocks))
-    return tuple(answers)
-
-
-def select_runs(
-    q: Tensor,
-    k: Tensor,
-    specs: Sequence[PatternSpec],
-    *,
-    shared: bool,
-    scale: float,
-    q_offset: int,
-    selections: Sequence[int] | None = None,
-) -> tuple[SelectedRuns, ...]:
-    """What patterns of the kind `runs` select for a tile of queries: the arguments are those of `RunsPattern.select`.
-    One answer for each kind and size of runs."""
-    chosen = range(len(specs)) if selections is None else selections
-    answers = []
-    for places in _uniform_batches(specs):
-        own = [specs[place] for place in places]
-        own_selections = [chosen[place] for place in places]
-        runs = runs_pattern(own[0].name).select(
-            q, k, own, shared=shared, scale=scale, q_offset=q_offset, selections=own_selections
-        )
-        answers.append(SelectedRuns(tuple(own_selections), runs))
+        answers.append(SelectedTile(tuple(own_selections), selected))
     return tuple(answers)
 
 
@@ -179,7 +137,7 @@ def _uniform_batches(specs: Sequence[PatternSpec]) -> list[list[int]]:
     """Places of the specs that one call can serve."""
     batches = []
     for places in _batches(specs, ()):
-        uniform = _pattern(specs[places[0]].name).UNIFORM
+        uniform = tile_pattern(specs[places[0]].name).UNIFORM
         batches += [[places[i] for i in part] for part in _batches([specs[place] for place in places], uniform)]
     return batches
 

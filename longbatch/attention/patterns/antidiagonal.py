@@ -18,7 +18,7 @@ from longbatch.sparsity import PatternSpec
 
 
 class Antidiagonal:
-    """See `BlocksPattern`."""
+    """See `TilePattern`."""
 
     UNIFORM = ("stride", "block")
 

@@ -44,8 +44,8 @@ class RangesPattern(Protocol):
         ...
 
 
-class BlocksPattern(Protocol):
-    """A pattern that decides for each block of queries.
+class TilePattern(Protocol):
+    """A pattern that decides for each block, or each run, of queries of a tile.
 
     UNIFORM: parameters in which all specs of a call must agree.
     """
@@ -67,37 +67,14 @@ class BlocksPattern(Protocol):
         q_offset: int,
         selections: Sequence[int] | None = None,
         summary: Tensor | None = None,
-    ) -> Blocks:
+    ) -> Blocks | Runs:
         """Selections for a tile of queries [n, H, D] at positions q_offset..q_offset+n-1.
 
         k: [N, Hkv, D], keys of positions 0..N-1; those after the tile make no difference beyond the tile's last
-        block. summary: what `summarize` gave for k and specs of the same block size, or None. The first block of the
-        answer holds the tile's first query, even if the tile begins inside it.
+        block. summary: what `summarize` gave for k and specs of the same block size, or None. Blocks and runs end at
+        the same positions whatever the tile: the first one of the answer holds the tile's first query, even if the tile
+        begins inside it.
         """
-        ...
-
-
-class RunsPattern(Protocol):
-    """A pattern that decides for each run of queries.
-
-    UNIFORM: parameters in which all specs of a call must agree.
-    """
-
-    UNIFORM: tuple[str, ...]
-
-    def select(
-        self,
-        q: Tensor,
-        k: Tensor,
-        specs: Sequence[PatternSpec],
-        *,
-        shared: bool,
-        scale: float,
-        q_offset: int,
-        selections: Sequence[int] | None = None,
-    ) -> Runs:
-        """Selections for a tile of queries [n, H, D] at positions q_offset..q_offset+n-1, k: [N, Hkv, D], keys of
-        positions 0..N-1. Runs end at the same positions whatever the tile, but a tile cuts them."""
         ...
 
 

@@ -21,7 +21,7 @@ from longbatch.sparsity import PatternSpec
 
 
 class BlockSparse:
-    """See `BlocksPattern`. The keys' summary is their block means [KB, Hkv, D]."""
+    """See `TilePattern`. The keys' summary is their block means [KB, Hkv, D]."""
 
     UNIFORM = ("block",)
 

@@ -17,7 +17,7 @@ from longbatch.sparsity import PatternSpec
 
 
 class Strided:
-    """See `BlocksPattern`; positions alone decide."""
+    """See `TilePattern`; positions alone decide."""
 
     UNIFORM = ("block",)
 

@@ -25,13 +25,16 @@ from longbatch.sparsity import PatternSpec
 # The first keys, which most heads rest on (Xiao et al., StreamingLLM, 2023, arXiv 2309.17453).
 SINKS = 16
 # Sums that are looked at together, so that memory stays bounded in long tiles.
-_SUMS = 1 << 26
+_SUMS = 1 << 25
 
 
 class Stripes:
-    """See `RunsPattern`."""
+    """See `TilePattern`."""
 
     UNIFORM = ("rows", "step", "window")
+
+    def summarize(self, k: Tensor, specs: Sequence[PatternSpec]) -> Tensor | None:
+        return None
 
     def select(
         self,
@@ -43,6 +46,7 @@ class Stripes:
         scale: float,
         q_offset: int,
         selections: Sequence[int] | None = None,
+        summary: Tensor | None = None,
     ) -> Runs:
         num_kv = k.shape[1]
         kv_heads, places = served(q.shape[1], num_kv, selections, shared)
