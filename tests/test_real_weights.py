@@ -47,7 +47,10 @@ def project_text() -> str:
 
 def reference_of(folder: Path, dtype: torch.dtype) -> Any:
     """transformers' model of the same folder."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    # What the call leaves out comes from here, and no answer may stop at an end token.
+    reference.generation_config.eos_token_id = None
+    return reference
 
 
 def prompts(tokens: list[int], lengths: list[int]) -> list[np.ndarray]:
