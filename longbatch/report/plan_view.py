@@ -49,6 +49,7 @@ class PlanView:
     model: name or folder. dtype: resolved. num_rows: answers that the manifest asks for. num_finished: answered by
     an earlier run. refusals: rows that cannot run, for whatever reason, those the plan refused included.
     stored: where the plan was saved. price_per_gpu_hour: as the user set it. attention: how the rows will attend.
+    kv_dtype: how K/V are stored, None for in the dtype.
     """
 
     plan: Plan
@@ -61,6 +62,7 @@ class PlanView:
     stored: Path | None = None
     price_per_gpu_hour: float | None = None
     attention: str = "dense"
+    kv_dtype: str | None = None
 
     @property
     def price(self) -> float | None:
@@ -75,6 +77,7 @@ class PlanView:
         return {
             "model": self.model,
             "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype or self.dtype,
             "device": self.device.name,
             "attention": self.attention,
             "num_rows": self.num_rows,
@@ -127,6 +130,7 @@ def _facts(view: PlanView) -> Table:
         rows.append(f"{view.refusals.num_rows:,} cannot run")
     table = plain_table("", "")
     table.add_row("model", f"{view.model}, {view.dtype}")
+    table.add_row("K/V", view.kv_dtype or view.dtype)
     table.add_row("device", view.device.name)
     table.add_row("attention", view.attention)
     table.add_row("rows", ", ".join(rows))

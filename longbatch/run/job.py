@@ -13,6 +13,7 @@ from typing import Any
 
 from longbatch import __version__
 from longbatch.config import Settings
+from longbatch.config.kv_formats import KVFormat, kv_format
 from longbatch.core import Sampling
 from longbatch.device import DeviceInfo, Rates, survey
 from longbatch.errors import UsageError
@@ -20,15 +21,15 @@ from longbatch.folders import cache_folder
 from longbatch.manifest import Manifest, ManifestOptions
 from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.output import RunFolder
-from longbatch.plan import Budget, CostModel, budget
+from longbatch.plan import Budget, CostModel, budget, entry_bytes
 from longbatch.prompt import PromptBuilder
 from longbatch.run.attention import Device, RunAttention, resolve_attention
 
 SPOOL = "spool"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Settings whose value is not itself what changes answers: the model's files are, by their hash, the resolved dtype, and
-# what the settings of attention come to.
-_RESOLVED = ("model", "dtype", "attention", "profile", "min_sparse_length")
+# Settings whose value is not itself what changes answers: the model's files are, by their hash, the resolved dtype and
+# K/V format, and what the settings of attention come to.
+_RESOLVED = ("model", "dtype", "kv_dtype", "attention", "profile", "min_sparse_length")
 _VERSIONS = ("torch", "triton", "tokenizers", "numpy", "pyarrow")
 
 
@@ -157,6 +158,16 @@ class Job:
         """The first device; the others are of its kind."""
         return self.devices[0]
 
+    @property
+    def kv(self) -> KVFormat:
+        """How K/V are stored."""
+        return kv_format(self.settings.kv_dtype, self.dtype)
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows that decode at once."""
+        return self.settings.decode_batch or (256 if self.device.on_gpu else 64)
+
     def identity(self) -> dict[str, Any]:
         """Everything that can change an answer: a run folder holds one identity only."""
         chosen = {name: value for name, value in self.settings.identity().items() if name not in _RESOLVED}
@@ -165,6 +176,7 @@ class Job:
             **chosen,
             **self.attention.identity(),
             "dtype": self.dtype,
+            "kv_dtype": None if self.kv.name == self.dtype else self.kv.name,
             "model_hash": self.model_hash,
             "tokenizer_hash": self.builder.tokenizer.hash,
             "template_hash": None if template is None else template.hash,
@@ -194,11 +206,12 @@ class Job:
             self.spec,
             memory,
             width,
-            width,
+            self.kv,
             device.on_gpu,
             wave_tokens=self.settings.wave_tokens,
             kv_tokens=self.settings.kv_tokens,
             sparse_heads=max(layer.num_heads for layer in self.spec.layers) if self.attention.is_sparse else 0,
+            decode_rows=self.decode_rows,
         )
         if self.settings.spill is None:
             return shares
@@ -214,7 +227,7 @@ class Job:
         sparse = (
             self.attention.rows(self.spec, Device(self.device, self.dtype).rates) if self.attention.is_sparse else None
         )
-        return CostModel(self.spec, self.rates, width, width, sparse)
+        return CostModel(self.spec, self.rates, width, entry_bytes(self.spec, self.kv), sparse)
 
 
 def open_folder(job: Job) -> tuple[Job, RunFolder]:
