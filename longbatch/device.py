@@ -58,12 +58,14 @@ class Rates:
     """What a device was measured to do per second.
 
     gemm_flops: dense matrix products. attention_flops: causal attention, counting only the pairs that it
-    computes. bandwidth: bytes of memory read plus bytes written.
+    computes. bandwidth: bytes of memory read plus bytes written. host_to_device: bytes copied from
+    page-locked host memory to a GPU; None on a CPU.
     """
 
     gemm_flops: float
     attention_flops: float
     bandwidth: float
+    host_to_device: float | None = None
 
 
 def detect(gpus: str = "auto") -> list[DeviceInfo]:
@@ -180,7 +182,7 @@ def rates(info: DeviceInfo, dtype: str, folder: Path, *, refresh: bool = False) 
     path = folder / RATES_FILE
     key = _rates_key(info, dtype)
     remembered = _read_rates(path)
-    if not refresh and key in remembered:
+    if not refresh and key in remembered and (remembered[key].host_to_device or not info.on_gpu):
         return remembered[key]
     measured = measure(info, dtype)
     _write_rates(path, {**_read_rates(path), key: measured})
@@ -188,7 +190,8 @@ def rates(info: DeviceInfo, dtype: str, folder: Path, *, refresh: bool = False) 
 
 
 def measure(info: DeviceInfo, dtype: str) -> Rates:
-    """Measure the device now: a matrix product, a causal attention and a copy, about 0.1 s each."""
+    """Measure the device now: a matrix product, a causal attention, a copy and, on a GPU, one from the host, about
+    0.1 s each."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -205,9 +208,14 @@ def measure(info: DeviceInfo, dtype: str) -> Rates:
         source = torch.zeros(copied, dtype=torch.uint8, device=device)
         target = torch.zeros(copied, dtype=torch.uint8, device=device)
         copy = _fastest(lambda: target.copy_(source), device)
+        host_to_device = None
+        if info.on_gpu:
+            pinned = torch.zeros(copied // 4, dtype=torch.uint8, pin_memory=True)
+            part = target[: len(pinned)]
+            host_to_device = len(pinned) / _fastest(lambda: part.copy_(pinned, non_blocking=True), device)
     # Causal attention computes half of the length x length pairs, each one product with q and one with v.
     attention_flops = 4 * heads * head_dim * length * (length + 1) / 2
-    return Rates(2 * size**3 / gemm, attention_flops / attention, 2 * copied / copy)
+    return Rates(2 * size**3 / gemm, attention_flops / attention, 2 * copied / copy, host_to_device)
 
 
 def _fastest(work: Callable[[], Any], device: torch.device, seconds: float = 0.1) -> float:
@@ -241,8 +249,12 @@ def _read_rates(path: Path) -> dict[str, Rates]:
     # A cache: whatever is wrong with it, measuring again mends it.
     with suppress(OSError, ValueError, TypeError, AttributeError):
         read = {key: Rates(**value) for key, value in json.loads(path.read_text()).items()}
-        return {key: value for key, value in read.items() if all(_is_rate(rate) for rate in asdict(value).values())}
+        return {key: value for key, value in read.items() if _are_rates(asdict(value))}
     return {}
+
+
+def _are_rates(values: dict[str, object]) -> bool:
+    return all(_is_rate(value) or (name == "host_to_device" and value is None) for name, value in values.items())
 
 
 def _is_rate(value: object) -> bool:

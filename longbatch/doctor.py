@@ -137,7 +137,8 @@ def _devices(settings: Settings, measure_anew: bool) -> Iterator[Finding]:
             "devices",
             f"{info.torch_name} rates",
             f"{dtype}: products {rates.gemm_flops / 1e12:.3g} TFLOP/s, attention "
-            f"{rates.attention_flops / 1e12:.3g} TFLOP/s, memory {rates.bandwidth / 1e9:.3g} GB/s",
+            f"{rates.attention_flops / 1e12:.3g} TFLOP/s, memory {rates.bandwidth / 1e9:.3g} GB/s"
+            + (f", from the host {rates.host_to_device / 1e9:.3g} GB/s" if rates.host_to_device else ""),
         )
     yield from _peers(found)
 

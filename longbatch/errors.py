@@ -112,7 +112,7 @@ class DeviceError(LongbatchError):
 
 
 class DiskError(LongbatchError):
-    """A write failed; what was published before it is intact."""
+    """A write failed, or weights could not be read while a run goes on; what was published before it is intact."""
 
     exit_code = ExitCode.DISK
 

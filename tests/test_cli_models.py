@@ -72,6 +72,15 @@ def test_check_names_what_is_missing(model_folder: Path, capsys: pytest.CaptureF
     assert "Traceback" not in printed
 
 
+def test_check_says_how_a_model_is_quantized(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from quantized_files import awq, quantize_folder
+
+    quantize_folder(model_folder, model_folder / "twin", {"quant_method": "awq", "bits": 4, "group_size": 8}, awq(8))
+    assert main(["models", "check", str(model_folder)]) == 0
+    wanted = "14 of 20 weights quantized (AWQ, 4 bits, groups of 8), dequantized when they are loaded"
+    assert wanted in capsys.readouterr().out
+
+
 def test_list_shows_converted_and_pulled_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

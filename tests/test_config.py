@@ -157,6 +157,8 @@ def test_identity_holds_what_changes_answers_and_no_more() -> None:
         "model",
         "dtype",
         "kv_dtype",
+        "weights_dtype",
+        "adapter",
         "task",
         "prompt",
         "system",

@@ -84,6 +84,7 @@ def test_measured_rates_are_plausible() -> None:
     assert 1e9 < measured.gemm_flops < 1e15
     assert 1e8 < measured.attention_flops < 1e15
     assert 1e8 < measured.bandwidth < 1e14
+    assert measured.host_to_device is None
 
 
 def test_rates_are_remembered_per_device_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +123,18 @@ def test_a_damaged_memory_is_measured_again(text: str, tmp_path: Path, monkeypat
         text = json.dumps({key: {"gemm_flops": value, "attention_flops": 9.0, "bandwidth": 9.0}})
     path.write_text(text)
     assert device.rates(info, "float32", tmp_path) == fresh
+
+
+def test_a_gpu_without_a_rate_of_copies_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rates were remembered before there was one."""
+    found = [Rates(1.0, 2.0, 3.0), Rates(1.0, 2.0, 3.0, 4.0)]
+    monkeypatch.setattr(device, "measure", lambda info, dtype: found.pop(0))
+    assert device.rates(A_GPU, "bfloat16", tmp_path).host_to_device is None
+    path = tmp_path / device.RATES_FILE
+    ((key, values),) = json.loads(path.read_text()).items()
+    path.write_text(json.dumps({key: {name: rate for name, rate in values.items() if name != "host_to_device"}}))
+    assert device.rates(A_GPU, "bfloat16", tmp_path).host_to_device == 4.0
+    assert device.rates(A_GPU, "bfloat16", tmp_path).host_to_device == 4.0
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "kernels" / "longbatch_kernels"
 ARCHES = (80, 86, 89, 90, 100, 120)
+# The chips that convert to e4m3 by an instruction; on the others no kernel that does is launched.
+FP8_ARCHES = (89, 90, 100, 120)
 HALF = (torch.bfloat16, torch.float16)
 WHOLE = (torch.float32,)
 NUM_KEYS = 1003
@@ -51,6 +53,20 @@ def gated(dtype: torch.dtype, *, activation: str) -> None:
     from longbatch_kernels.gated import gated
 
     gated(torch.zeros(3, 2 * 2880, dtype=dtype), activation)
+
+
+def row_quant(dtype: torch.dtype, *, size: int) -> None:
+    from longbatch_kernels.row_quant import rms_norm_quant, row_quant
+
+    x = torch.zeros(3, size, dtype=dtype)
+    row_quant(x)
+    rms_norm_quant(x, torch.zeros(size), 1e-6)
+
+
+def gated_quant(dtype: torch.dtype, *, activation: str) -> None:
+    from longbatch_kernels.row_quant import gated_quant
+
+    gated_quant(torch.zeros(3, 2 * 14_336, dtype=dtype), activation)
 
 
 def qk_rope(dtype: torch.dtype, *, dim: int, half: int, norm: bool) -> None:
@@ -161,6 +177,12 @@ CASES: dict[str, list[Case]] = {
         Case("gelu", partial(gated, activation="gelu_tanh"), few=True),
         Case("silu", partial(gated, activation="silu")),
         Case("clamped", partial(gated, activation="clamped")),
+    ],
+    "row_quant": [
+        Case("8192", partial(row_quant, size=8192), few=True, arches=FP8_ARCHES),
+        Case("gelu", partial(gated_quant, activation="gelu_tanh"), few=True, arches=FP8_ARCHES),
+        *(Case(f"{size}", partial(row_quant, size=size), arches=FP8_ARCHES) for size in (640, 16_384)),
+        *(Case(name, partial(gated_quant, activation=name), arches=FP8_ARCHES) for name in ("silu", "clamped")),
     ],
     "qk_rope": [
         Case("norm", partial(qk_rope, dim=256, half=64, norm=True), few=True),

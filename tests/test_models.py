@@ -192,7 +192,7 @@ def test_longest_sequence_counts_the_scaling_where_the_config_does_not() -> None
         ({"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, "remote code named by auto_map"),
         ({"architectures": None, "model_type": "mamba"}, "model mamba is not supported"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantized with mxfp4"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized with gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantized with gptq in 3 bits"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized with bitsandbytes"),
         ({"compression_config": {"format": "int4"}}, "quantized with unknown"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),

@@ -183,7 +183,7 @@ def test_the_flags_are_those_of_the_commands(tmp_path: Path, monkeypatch: pytest
     settings = Settings(out=Path("out"))
     values = {"model": "x", "threads": 1, "prompt": "p", "system": "s", "keep_columns": ("a",), "limit": 1, "only": "r"}
     values |= {"media_root": Path("m"), "wave_tokens": 64, "kv_tokens": 64, "decode_batch": 1, "max_time": "1h"}
-    values |= {"profile": Path("p"), "min_sparse_length": 0, "verify_sample": 1, "max_gap": 0.5}
+    values |= {"adapter": Path("a"), "profile": Path("p"), "min_sparse_length": 0, "verify_sample": 1, "max_gap": 0.5}
     values |= {"max_gpu_hours": 1.0, "row_timeout": 9.0, "price_per_gpu_hour": 2.0, "on_finish": "true"}
     settings = dataclasses.replace(settings, **values, spill=Path("s"))
     unset = [name for name, value in settings.as_dict().items() if value is None]

@@ -42,6 +42,13 @@ def gated_kernel(gate_up, stride, size, alpha, limit, ACTIVATION: tl.constexpr, 
     # [BLOCK]
     b_g = tl.load(p_gate, mask=m_i, other=0.0).to(tl.float32)
     b_u = tl.load(p_gate + size, mask=m_i, other=0.0).to(tl.float32)
+    b_out = activated(b_g, b_u, alpha, limit, ACTIVATION)
+    tl.store(p_gate, b_out.to(gate_up.dtype.element_ty), mask=m_i)
+
+
+@triton.jit
+def activated(b_g, b_u, alpha, limit, ACTIVATION: tl.constexpr):
+    """activation(gate) * up of float32 blocks, in float32. ACTIVATION: place in ACTIVATIONS."""
     if ACTIVATION == 0:
         b_out = b_g * _sigmoid(b_g) * b_u
     elif ACTIVATION == 1:
@@ -52,7 +59,7 @@ def gated_kernel(gate_up, stride, size, alpha, limit, ACTIVATION: tl.constexpr, 
         b_g = tl.minimum(b_g, limit)
         b_u = tl.minimum(tl.maximum(b_u, -limit), limit)
         b_out = b_g * _sigmoid(alpha * b_g) * (b_u + 1.0)
-    tl.store(p_gate, b_out.to(gate_up.dtype.element_ty), mask=m_i)
+    return b_out
 
 
 @triton.jit

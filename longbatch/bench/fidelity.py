@@ -183,7 +183,7 @@ def fit_minference(model: Decoder, example: Sequence[int]) -> tuple[LayerPattern
 
 def all_dense(model: Decoder) -> tuple[LayerPatterns, ...]:
     """Every head dense."""
-    return tuple(LayerPatterns((PatternSpec.make("dense"),) * layer.spec.num_heads) for layer in model.layers)
+    return tuple(LayerPatterns((PatternSpec.make("dense"),) * layer.num_heads) for layer in model.spec.layers)
 
 
 def _vertical_slash(vertical: int, slash: int) -> PatternSpec:

@@ -6,6 +6,8 @@ measured on a few layers and extrapolated, and the bound of the matrix products 
 One more run under the profiler says where the time goes. K and V of earlier layers are not kept, as for a task that
 generates nothing.
 
+On GPUs that multiply e4m3 numbers all of it runs with fp8 weights too (`--weights-dtype fp8`).
+
 The check: two layers on a short prompt, kernels in half precision beside masks in float32, the same weights and
 selections; the last position's hidden state must agree.
 """
@@ -32,6 +34,7 @@ from longbatch.cache import KVCache
 from longbatch.engine.prefill import prefill
 from longbatch.errors import DeviceError
 from longbatch.models.decoder import Decoder
+from longbatch.models.fp8 import Fp8Weight, Weight, has_kernels
 from longbatch.models.parameters import parameters
 from longbatch.models.spec import ModelSpec
 
@@ -45,10 +48,11 @@ WARM_TOKENS = 1 << 14
 CHECK_LAYERS, CHECK_TOKENS = 2, 4096
 # Each of the four matrix products runs so long under load before it is timed, and again under the clock.
 LIMIT_SECONDS = 2.5
-# Relative distance of the last hidden state from float32: bfloat16 rounds every product and sum of two layers.
-MOST_ERROR = 2e-2
+# Relative distance of the last hidden state from float32 with the same weights: bfloat16 rounds every product and sum
+# of two layers; with fp8 weights inputs are rounded to three bits of mantissa.
+MOST_ERROR = {"auto": 2e-2, "fp8": 1e-1}
 PRODUCTS, DENSE = "GEMM bound", "longbatch, dense"
-MODES = {False: "longbatch, one selection per head", True: "longbatch, one selection per K/V group"}
+MODES = {False: "one selection per head", True: "one selection per K/V group"}
 # What a kernel's name says about its work; the first that fits.
 PARTS = (
     ("attention", ("range_attention", "range_stream", "block_attention", "flash", "cudnn", "sdpa")),
@@ -59,10 +63,20 @@ PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is timed."""
+    """What is timed. weights_dtype: as in `Settings`."""
 
     shape: LlamaShape = field(default_factory=lambda: LlamaShape(max_length=1 << 21))
     dtype: torch.dtype = torch.bfloat16
+    weights_dtype: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return "fp8 weights" if self.weights_dtype == "fp8" else _dtype_name(self.dtype)
+
+    def decoder(self, num_layers: int, device: torch.device) -> Decoder:
+        """The first layers, with random weights."""
+        return models.random_weights(_shallow(self.spec, num_layers), self.dtype, device, SEED, self.weights_dtype)
 
     @property
     def spec(self) -> ModelSpec:
@@ -74,34 +88,38 @@ def measure(*, lengths: Sequence[int] | None = None, quick: bool = False) -> Ite
     if not torch.cuda.is_available():
         raise DeviceError("bench prefill needs a CUDA device", hint="on a CPU, bench job measures a whole job")
     lengths = lengths or (QUICK_LENGTHS if quick else LENGTHS)
-    yield from compare(Model(), lengths, torch.device("cuda:0"), repeats=1 if quick else 2)
+    device = torch.device("cuda:0")
+    for weights_dtype in ("auto", "fp8") if has_kernels(device) else ("auto",):
+        yield from compare(Model(weights_dtype=weights_dtype), lengths, device, repeats=1 if quick else 2)
 
 
 @torch.inference_mode()
 def compare(model: Model, lengths: Sequence[int], device: torch.device, *, repeats: int) -> Iterator[Measurement]:
-    """The rows of the table."""
+    """The rows of the table for one model."""
+    say(f"{model.name}: check and limits")
     error = check(model, device)
-    holds = error <= MOST_ERROR
-    yield Measurement("two layers", "hidden state", error, "relative L2", "masks in float32", None, holds)
-    limits = measure_limits(
-        model.shape.products(), max(lengths), str(device), str(model.dtype).removeprefix("torch."), seconds=2.0
-    )
-    # The last layer needs only K and V, but for one position.
+    holds = error <= MOST_ERROR[model.weights_dtype]
+    case = f"two layers, {model.name}"
+    yield Measurement(case, "hidden state", error, "relative L2", "masks in float32", None, holds)
     shape = model.shape
+    dtype_name = "fp8" if model.weights_dtype == "fp8" else _dtype_name(model.dtype)
+    limits = measure_limits(shape.products(), max(lengths), str(device), dtype_name, seconds=LIMIT_SECONDS)
+    # The last layer needs only K and V, but for one position.
     kv_share = 2 * shape.num_kv_heads / (shape.num_heads + 2 * shape.num_kv_heads)
     per_row = (shape.num_layers - 1) * sum(limits.gemm_seconds) + kv_share * limits.gemm_seconds[0]
-    decoder = models.random_weights(model.spec, model.dtype, device, SEED)
+    decoder = model.decoder(shape.num_layers, device)
     for length in lengths:
+        name = f"{model.name}, {length:,} tokens"
         bound = per_row * length / limits.rows
-        yield Measurement(f"{PRODUCTS}, {length:,} tokens", "prefill", bound, "s", None, None, True)
+        yield Measurement(f"{PRODUCTS}, {name}", "prefill", bound, "s", None, None, True)
         dense = _dense_seconds(model, length, device)
-        yield Measurement(f"{DENSE}, {length:,} tokens, extrapolated", "prefill", dense, "s", None, None, holds)
+        yield Measurement(f"{DENSE}, {name}, extrapolated", "prefill", dense, "s", None, None, holds)
         for shared, mode in MODES.items():
-            say(f"{length:,} tokens, {mode}")
+            say(f"{name}, {mode}")
             attention = workload_layers(decoder.spec, length, device, shared=shared)
             seconds, density = timed(decoder, length, attention, repeats)
-            say(f"{length:,} tokens, {mode}: {seconds:.3f} s, products alone {bound:.3f} s, dense {dense:.3f} s")
-            case = f"{mode}, {length:,} tokens"
+            say(f"{name}, {mode}: {seconds:.3f} s, products alone {bound:.3f} s, dense {dense:.3f} s")
+            case = f"longbatch, {mode}, {name}"
             yield Measurement(case, "prefill", seconds, "s", PRODUCTS, bound / seconds, holds)
             yield Measurement(case, "prefill", seconds, "s", DENSE, dense / seconds, holds)
             yield Measurement(case, "density", density, "share", None, None, holds)
@@ -173,20 +191,26 @@ def part_of(kernel: str) -> str:
 
 
 def check(model: Model, device: torch.device) -> float:
-    """Relative L2 distance of the last position's hidden state from float32 by masks."""
+    """Relative L2 distance of the last position's hidden state from float32 by masks, with the same weights."""
     spec = _shallow(model.spec, CHECK_LAYERS)
     generator = torch.Generator(device).manual_seed(SEED)
-    weights = {}
+    own: dict[str, Weight] = {}
+    exact: dict[str, Weight] = {}
     for parameter in parameters(spec):
         tensor = torch.ones(parameter.shape, dtype=model.dtype, device=device)
-        weights[parameter.name] = tensor if parameter.role == "norm" else tensor.normal_(0, 0.02, generator=generator)
+        if parameter.role != "norm":
+            tensor.normal_(0, 0.02, generator=generator)
+        own[parameter.name], exact[parameter.name] = tensor, tensor.float()
+        if model.weights_dtype == "fp8" and parameter.is_product:
+            weight = Fp8Weight.of(tensor)
+            own[parameter.name], exact[parameter.name] = weight, weight.data.float() * weight.scale[..., None]
     length = min(CHECK_TOKENS, spec.max_length)
     attention = workload_layers(spec, length, device, shared=False)
-    half, exact = (
+    found, wanted = (
         run(decoder, step_of(length, attention, decoder))[0].double()
-        for decoder in (Decoder(spec, weights), Decoder(spec, {name: each.float() for name, each in weights.items()}))
+        for decoder in (Decoder(spec, own), Decoder(spec, exact))
     )
-    return float((half - exact).norm() / exact.norm())
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def _dense_seconds(model: Model, length: int, device: torch.device) -> float:
@@ -194,7 +218,7 @@ def _dense_seconds(model: Model, length: int, device: torch.device) -> float:
     computed, and of some before it, times the rest."""
     seconds, most = [], 1 if length > LONG else 2
     for count in (1, 1 + most):
-        decoder = models.random_weights(_shallow(model.spec, count), model.dtype, device, SEED)
+        decoder = model.decoder(count, device)
         seconds.append(timed(decoder, length, None, 1)[0])
         del decoder
         _free(device)
@@ -205,6 +229,10 @@ def _dense_seconds(model: Model, length: int, device: torch.device) -> float:
 def _shallow(spec: ModelSpec, num_layers: int) -> ModelSpec:
     """The model's first layers alone."""
     return replace(spec, layers=spec.layers[:num_layers])
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _wait(device: torch.device) -> None:

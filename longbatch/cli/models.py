@@ -54,16 +54,21 @@ def check(
     """Check that a model can be loaded. Config, every tensor, tokenizer and chat template, without loading it."""
     from longbatch.models.checkpoint import checkpoint_files, stored_tensors
     from longbatch.models.hub import resolve
-    from longbatch.models.loader import match_tensors
-    from longbatch.models.registry import read_spec
+    from longbatch.models.matching import match_tensors
+    from longbatch.models.quantized import read_scheme
+    from longbatch.models.registry import read_json, read_spec
     from longbatch.prompt import ChatTemplate, Tokenizer
 
     folder = resolve(model)
-    spec = read_spec(folder)
-    tensors = match_tensors(spec, stored_tensors(checkpoint_files(folder)))
+    spec, scheme = read_spec(folder), read_scheme(read_json(folder / "config.json"))
+    stored = stored_tensors(checkpoint_files(folder))
+    matches = match_tensors(spec, stored, scheme)
     tokenizer = Tokenizer.load(folder)
     template = ChatTemplate.load(folder)
     print(f"{folder}: {spec.architecture}, {spec.num_parameters / 1e6:,.0f} M parameters in {len(spec.layers)} layers")
     print(f"longest sequence {spec.max_length:,} tokens, {spec.kv_entries_per_token:,} K/V numbers a token")
-    print(f"{len(tensors)} tensors, {tokenizer.vocab_size:,} tokens, {'a' if template else 'no'} chat template")
+    if scheme is not None:
+        num_quantized = sum(match.quantized for match in matches)
+        print(f"{num_quantized} of {len(matches)} weights quantized ({scheme.title}), dequantized when they are loaded")
+    print(f"{len(stored)} tensors, {tokenizer.vocab_size:,} tokens, {'a' if template else 'no'} chat template")
     return ExitCode.OK

@@ -22,6 +22,7 @@ ALL_SETTINGS = tuple(_DEFAULTS)
 _SHORT = {"out": "-o", "quiet": "-q"}
 _METAVARS = {
     "model": "FOLDER|ID",
+    "adapter": "FOLDER",
     "out": "FOLDER",
     "gpus": "N|all",
     "prompt": "TEMPLATE",

@@ -15,6 +15,7 @@ from longbatch.errors import ExitCode
 _READ = (
     "gpus",
     "dtype",
+    "weights",
     "threads",
     "prompt",
     "system",

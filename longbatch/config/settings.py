@@ -71,6 +71,22 @@ class Settings:
         output_changing=True,
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    weights_dtype: str = _setting(
+        "auto",
+        "number format of the layers' matrices; auto is --dtype; fp8, with a scale per row, halves bfloat16's memory, "
+        "and is faster on GPUs from compute capability 8.9 on and slower elsewhere",
+        output_changing=True,
+        choices=("auto", "fp8"),
+    )
+    adapter: Path | None = _setting(
+        None, "folder of a LoRA adapter (PEFT) that is merged into the model when it is loaded", output_changing=True
+    )
+    weights: str = _setting(
+        "auto",
+        "where the layers' weights are kept: resident on the device, or in host memory or on disk, from where each "
+        "layer arrives while the one before it computes; auto is the first of these that fits",
+        choices=("auto", "resident", "host", "disk"),
+    )
     out: Path | None = _setting(None, "run folder; the same folder again continues the run")
     gpus: str = _setting(
         "auto",

@@ -40,7 +40,7 @@ class Trials:
     ) -> None:
         self._model, self._index = model, index
         self._documents, self._tile_rows = documents, tile_rows
-        self._spec = model.layers[index].spec
+        self._spec = model.spec.layers[index]
         self._dense: list[Tensor] = []
         self._norms: list[Tensor] = []
         for document in documents:

@@ -23,10 +23,13 @@ def prefill(model: Decoder, cache: KVCache, step: Step) -> Tensor:
     order of segments and positions, before the final norm."""
     x = model.embed(step.ids)
     ropes = RopeTable(model, step.positions, step.rope_lengths)
-    *before, last = enumerate(model.layers)
-    for index, layer in before:
-        _run_layer(layer, index, x, ropes, cache, step)
-    return _run_last(last[1], last[0], x, ropes, cache, step)
+    last = len(model.layers) - 1
+    for index, layer in enumerate(model.layers):
+        if index < last:
+            _run_layer(layer, index, x, ropes, cache, step)
+        else:
+            x = _run_last(layer, index, x, ropes, cache, step)
+    return x
 
 
 class RopeTable:

@@ -75,25 +75,25 @@ class Search:
         self._tile_rows = TILE_ROWS[model.device.type]
         self._storage = _storage(model, sum(self._lengths))
         self._saved = {
-            index: _from_json(saved, layer.spec)
-            for index, layer in enumerate(model.layers)
-            if layer.spec.is_plain and (saved := state.layer(index)) is not None
+            index: _from_json(saved, spec)
+            for index, spec in enumerate(model.spec.layers)
+            if spec.is_plain and (saved := state.layer(index)) is not None
         }
 
     @torch.inference_mode()
     def run(self) -> Iterator[LayerFound]:
         """The outcome of every layer, in order; those that an earlier process finished come without a search."""
         documents = [Document(self._embedded(ids)) for ids in self._ids]
-        for index, layer in enumerate(self._model.layers):
+        for index, spec in enumerate(self._model.spec.layers):
             if index in self._saved:
                 found = self._saved[index]
-            elif layer.spec.is_plain:
+            elif spec.is_plain:
                 found = self._search(index, documents)
                 self._state.save_layer(index, _as_json(found))
             else:
-                found = self._dense(layer.spec, None, 0)
+                found = self._dense(spec, None, 0)
             yield found
-            if index + 1 < len(self._model.layers):
+            if index + 1 < len(self._model.spec.layers):
                 patterns = found.choices.patterns
                 for document in documents:
                     run = LayerPass(self._model, index, document, self._tile_rows)
@@ -109,7 +109,7 @@ class Search:
         return hidden
 
     def _search(self, index: int, documents: Sequence[Document]) -> LayerFound:
-        spec = self._model.layers[index].spec
+        spec = self._model.spec.layers[index]
         trials = Trials(self._model, index, documents, self._tile_rows, self._storage)
         rule = self._rule(spec, trials)
         num_trials = 0

@@ -30,18 +30,35 @@ __all__ = [
 ]
 
 
-def load(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The decoder of a model folder, its weights cast to dtype. Raises `UsageError` for what cannot be loaded."""
+def load(
+    model_dir: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights_dtype: str = "auto",
+    adapter: Path | None = None,
+    weights: str = "resident",
+) -> Decoder:
+    """The decoder of a model folder, its weights cast to dtype and, for the weights_dtype `fp8`, the matrices of its
+    layers quantized. adapter: folder of a LoRA adapter, merged into the weights. weights: where those of the layers
+    are kept, `resident`, `host` or `disk`. Raises `UsageError` for what cannot be loaded."""
     from longbatch.models.loader import load_decoder
 
-    return load_decoder(model_dir, dtype, device)
+    return load_decoder(model_dir, dtype, device, weights_dtype, adapter, weights)
 
 
-def random_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Decoder:
-    """A decoder of the spec's shape with random weights, made on the device: for benchmarks and tests."""
+def random_weights(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    weights_dtype: str = "auto",
+    weights: str = "resident",
+) -> Decoder:
+    """A decoder of the spec's shape with random weights, made on the device: for benchmarks and tests. weights: where
+    those of the layers are kept, `resident` or `host`."""
     from longbatch.models.loader import random_decoder
 
-    return random_decoder(spec, dtype, device, seed)
+    return random_decoder(spec, dtype, device, seed, weights_dtype, weights)
 
 
 def model_hash(model_dir: Path) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longbatch.models.fp8 import Fp8Weight, QuantizedRows, Rows, Weight, has_kernels, quantize_rows
 from longbatch.models.linear import add_linear, linear
 from longbatch.models.rope import RopeValues, rotate
 from longbatch.models.spec import LayerSpec
@@ -30,6 +31,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         return fused(x, weight, eps)
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def rms_norm_for(weight: Weight, x: Tensor, norm: Tensor, eps: float) -> Rows:
+    """The normed rows of x [T, N] as products with a weight take them: quantized, where it is."""
+    if not isinstance(weight, Fp8Weight):
+        return rms_norm(x, norm, eps)
+    if has_kernels(x.device):
+        from longbatch_kernels.row_quant import rms_norm_quant
+
+        return QuantizedRows(*rms_norm_quant(x, norm, eps), x.dtype)
+    return quantize_rows(rms_norm(x, norm, eps))
 
 
 def gated(gate_up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
@@ -53,32 +65,52 @@ def gated(gate_up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0
     return gate.mul_(up)
 
 
-class Attention:
-    """q, k, v and output projections of a layer: everything of attention but the attention itself."""
+def gated_for(weight: Weight, gate_up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0) -> Rows:
+    """`gated` as products with a weight take it: quantized, where it is. gate_up may be overwritten."""
+    if not isinstance(weight, Fp8Weight):
+        return gated(gate_up, activation, alpha, limit)
+    if has_kernels(gate_up.device):
+        from longbatch_kernels.row_quant import gated_quant
 
-    def __init__(self, spec: LayerSpec, norm_eps: float, weights: Mapping[str, Tensor]) -> None:
+        return QuantizedRows(*gated_quant(gate_up, activation, alpha, limit), gate_up.dtype)
+    return quantize_rows(gated(gate_up, activation, alpha, limit))
+
+
+class Attention:
+    """q, k, v and output projections of a layer: everything of attention but the attention itself.
+
+    products: its matrices that may be quantized; weights: its other tensors.
+    """
+
+    def __init__(
+        self, spec: LayerSpec, norm_eps: float, weights: Mapping[str, Tensor], products: Mapping[str, Weight]
+    ) -> None:
         heads, groups = spec.num_heads, spec.num_kv_heads
         self._heads, self._groups, self._head_dim = heads, groups, spec.head_dim
         self._eps = norm_eps
-        self._qkv, self._qkv_bias = weights["qkv"], weights.get("qkv_bias")
+        self._qkv, self._qkv_bias = products["qkv"], weights.get("qkv_bias")
         self._q_norm, self._k_norm = weights.get("q_norm"), weights.get("k_norm")
-        self._out, self._out_bias = weights["out"], weights.get("out_bias")
+        self._out, self._out_bias = products["out"], weights.get("out_bias")
         self._out_norm = weights.get("attention_out_norm")
         self._rotates = spec.rope is not None
         rows = heads * spec.head_dim
         self._q_rows, self._kv_rows, self._all_rows = slice(None, rows), slice(rows, None), slice(None)
         self.sinks = weights.get("sinks")
 
-    def q(self, n: Tensor, rope: RopeValues | None) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor) -> Rows:
+        """The normed tokens that q, kv and qkv take."""
+        return rms_norm_for(self._qkv, x, weight, self._eps)
+
+    def q(self, n: Rows, rope: RopeValues | None) -> Tensor:
         """Queries [T, H, D] of normed tokens n [T, hidden]."""
         return self._turn(self._project(n, self._q_rows), self._heads, 0, rope)[0]
 
-    def kv(self, n: Tensor, rope: RopeValues | None) -> tuple[Tensor, Tensor]:
+    def kv(self, n: Rows, rope: RopeValues | None) -> tuple[Tensor, Tensor]:
         """Keys and values [T, G, D]; values are a view with gaps between tokens."""
         fused = self._project(n, self._kv_rows)
         return self._turn(fused, 0, self._groups, rope)[1], fused[:, self._groups :]
 
-    def qkv(self, n: Tensor, rope: RopeValues | None) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, n: Rows, rope: RopeValues | None) -> tuple[Tensor, Tensor, Tensor]:
         """q() and kv() in one product."""
         fused = self._project(n, self._all_rows)
         q, k = self._turn(fused, self._heads, self._groups, rope)
@@ -91,7 +123,7 @@ class Attention:
             return add_linear(x, attention, self._out, self._out_bias)
         return x.add_(rms_norm(linear(attention, self._out, self._out_bias), self._out_norm, self._eps))
 
-    def _project(self, n: Tensor, rows: slice) -> Tensor:
+    def _project(self, n: Rows, rows: slice) -> Tensor:
         """The heads [T, heads, D] that some rows of the fused projection make."""
         weight, bias = self._qkv[rows], None if self._qkv_bias is None else self._qkv_bias[rows]
         return linear(n, weight, bias).view(n.shape[0], weight.shape[0] // self._head_dim, self._head_dim)
@@ -110,20 +142,25 @@ class Attention:
 
 
 class DenseMlp:
-    """down(activation(gate(n)) * up(n)), gate and up in one product."""
+    """down(activation(gate(n)) * up(n)) of n = norm(x), gate and up in one product."""
 
-    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
-        self._gate_up, self._gate_up_bias = weights["gate_up"], weights.get("gate_up_bias")
-        self._down, self._down_bias = weights["down"], weights.get("down_bias")
+    def __init__(
+        self, spec: LayerSpec, norm_eps: float, weights: Mapping[str, Tensor], products: Mapping[str, Weight]
+    ) -> None:
+        self._eps = norm_eps
+        self._norm = weights["mlp_norm"]
+        self._gate_up, self._gate_up_bias = products["gate_up"], weights.get("gate_up_bias")
+        self._down, self._down_bias = products["down"], weights.get("down_bias")
         self._activation = spec.activation
 
-    def add_to(self, x: Tensor, n: Tensor) -> Tensor:
-        """x += mlp(n), in place; returns x."""
-        return add_linear(x, self._inner(n), self._down, self._down_bias)
+    def add_to(self, x: Tensor) -> Tensor:
+        """x += mlp(norm(x)), in place; returns x."""
+        return add_linear(x, self._inner(x), self._down, self._down_bias)
 
-    def __call__(self, n: Tensor) -> Tensor:
-        """mlp(n [T, hidden]) -> [T, hidden]."""
-        return linear(self._inner(n), self._down, self._down_bias)
+    def __call__(self, x: Tensor) -> Tensor:
+        """mlp(norm(x [T, hidden])) -> [T, hidden]."""
+        return linear(self._inner(x), self._down, self._down_bias)
 
-    def _inner(self, n: Tensor) -> Tensor:
-        return gated(linear(n, self._gate_up, self._gate_up_bias), self._activation)
+    def _inner(self, x: Tensor) -> Rows:
+        n = rms_norm_for(self._gate_up, x, self._norm, self._eps)
+        return gated_for(self._down, linear(n, self._gate_up, self._gate_up_bias), self._activation)

@@ -17,6 +17,7 @@ from longbatch.errors import UsageError
 from longbatch.models.registry import read_json
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_BYTES = {**FLOAT_BYTES, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -108,6 +109,6 @@ def _entry(file: Path, name: str, entry: Any, base: int, size: int) -> StoredTen
         raise UsageError(f"{file}: the header entry of {name} is damaged")
     if stop > size:
         raise UsageError(f"{file} was cut short: {name} ends at byte {stop:,} of {size:,}")
-    if dtype in FLOAT_BYTES and prod(shape) * FLOAT_BYTES[dtype] != stop - start:
+    if dtype in _BYTES and prod(shape) * _BYTES[dtype] != stop - start:
         raise UsageError(f"{file}: {name} has {stop - start:,} bytes, its shape {list(shape)} in {dtype} needs others")
     return StoredTensor(name, file, dtype, shape, start, stop)

@@ -6,16 +6,17 @@ updated in place: `out` and `mlp` add to the x that they are given and return it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longbatch.models.blocks import Attention, DenseMlp, rms_norm
+from longbatch.models.fp8 import Rows, Weight
 from longbatch.models.linear import linear
 from longbatch.models.moe import MoeMlp
-from longbatch.models.parameters import parameters
+from longbatch.models.parameters import PRODUCTS, parameters
 from longbatch.models.rope import Rope, RopeValues
 from longbatch.models.spec import LayerSpec, ModelSpec, RopeSpec
 
@@ -29,37 +30,43 @@ class Layer:
         x = layer.mlp(x)                    # adds in place
 
     rope_index: which of `Decoder.ropes` it rotates by, None for none. sinks: attention sink logits [H] or None.
+    products: the matrices that may be quantized, then n is too. weights: the other tensors.
     """
 
     def __init__(
-        self, spec: LayerSpec, norm_eps: float, weights: Mapping[str, Tensor], rope_index: int | None = None
+        self,
+        spec: LayerSpec,
+        norm_eps: float,
+        weights: Mapping[str, Tensor],
+        products: Mapping[str, Weight],
+        rope_index: int | None = None,
     ) -> None:
         self.spec = spec
         self.rope_index = rope_index
         self._eps = norm_eps
         self._input_norm = weights["input_norm"]
-        self._mlp_norm, self._mlp_out_norm = weights["mlp_norm"], weights.get("mlp_out_norm")
-        self._attention = Attention(spec, norm_eps, weights)
-        self._mlp = DenseMlp(spec, weights) if spec.moe is None else MoeMlp(spec, weights)
+        self._mlp_out_norm = weights.get("mlp_out_norm")
+        self._attention = Attention(spec, norm_eps, weights, products)
+        self._mlp = (DenseMlp if spec.moe is None else MoeMlp)(spec, norm_eps, weights, products)
 
     @property
     def sinks(self) -> Tensor | None:
         """Attention sink logits [H], where the family has them."""
         return self._attention.sinks
 
-    def norm(self, x: Tensor) -> Tensor:
+    def norm(self, x: Tensor) -> Rows:
         """The normed tokens [T, hidden] that q, kv and qkv take."""
-        return rms_norm(x, self._input_norm, self._eps)
+        return self._attention.norm(x, self._input_norm)
 
-    def q(self, n: Tensor, rope: RopeValues | None) -> Tensor:
+    def q(self, n: Rows, rope: RopeValues | None) -> Tensor:
         """Queries [T, H, D], normed and rotated."""
         return self._attention.q(n, rope)
 
-    def kv(self, n: Tensor, rope: RopeValues | None) -> tuple[Tensor, Tensor]:
+    def kv(self, n: Rows, rope: RopeValues | None) -> tuple[Tensor, Tensor]:
         """Keys, normed and rotated, and values: both [T, Hkv, D]; values are a strided view."""
         return self._attention.kv(n, rope)
 
-    def qkv(self, n: Tensor, rope: RopeValues | None) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, n: Rows, rope: RopeValues | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values in one matrix product."""
         return self._attention.qkv(n, rope)
 
@@ -69,40 +76,68 @@ class Layer:
 
     def mlp(self, x: Tensor) -> Tensor:
         """x + mlp(norm(x)), written into x [T, hidden]."""
-        n = rms_norm(x, self._mlp_norm, self._eps)
         if self._mlp_out_norm is None:
-            return self._mlp.add_to(x, n)
-        return x.add_(rms_norm(self._mlp(n), self._mlp_out_norm, self._eps))
+            return self._mlp.add_to(x)
+        return x.add_(rms_norm(self._mlp(x), self._mlp_out_norm, self._eps))
+
+
+def build_layer(spec: ModelSpec, index: int, tensors: Mapping[str, Weight]) -> Layer:
+    """A layer of its tensors, by their keys."""
+    weights: dict[str, Tensor] = {}
+    products: dict[str, Weight] = {}
+    for key, tensor in tensors.items():
+        if key in PRODUCTS:
+            products[key] = tensor
+        else:
+            assert isinstance(tensor, Tensor)
+            weights[key] = tensor
+    layer = spec.layers[index]
+    rope_index = None if layer.rope is None else _distinct_ropes(spec).index(layer.rope)
+    return Layer(layer, spec.norm_eps, weights, products, rope_index)
+
+
+def _distinct_ropes(spec: ModelSpec) -> list[RopeSpec]:
+    distinct: list[RopeSpec] = []
+    for layer in spec.layers:
+        if layer.rope is not None and layer.rope not in distinct:
+            distinct.append(layer.rope)
+    return distinct
 
 
 class Decoder:
     """Embedding, layers, final norm and vocabulary projection.
 
-    tensors: one for each of `parameters(spec)`, by name; norms already hold `norm_offset`. ropes: the distinct
-    rotations of the layers; the engine asks each once per tile and hands a layer the values of its `rope_index`.
+    tensors: one for each of `parameters(spec)`, by name; norms already hold `norm_offset`; the matrices of the layers
+    may be quantized. layers: where the layers bring their weights themselves, as `StreamedLayers` do; then tensors has
+    the others only. ropes: the distinct rotations of the layers; the engine asks each once per tile and hands a layer
+    the values of its `rope_index`. num_bytes: of the tensors.
+
+    `layers` is drawn one at a time, in order or by number: a layer may be used until the next one is drawn.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Weight], layers: Sequence[Layer] | None = None) -> None:
         self.spec = spec
-        self._embed = tensors["embed"]
-        self._head = self._embed if spec.tied_embeddings else tensors["head"]
-        self._final_norm = tensors["final_norm"]
+        own: dict[str, Tensor] = {}
+        inner: list[dict[str, Weight]] = [{} for _ in spec.layers]
+        for parameter in parameters(spec):
+            if parameter.layer is None:
+                tensor = tensors[parameter.name]
+                assert isinstance(tensor, Tensor)
+                own[parameter.key] = tensor
+            elif layers is None:
+                inner[parameter.layer][parameter.key] = tensors[parameter.name]
+        self._embed = own["embed"]
+        self._head = own.get("head", self._embed)
+        self._final_norm = own["final_norm"]
         self.dtype: torch.dtype = self._embed.dtype
         self.device: torch.device = self._embed.device
         # The scale is rounded to the weights' dtype, as Gemma was trained.
         self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
-        distinct: list[RopeSpec] = []
-        for layer in spec.layers:
-            if layer.rope is not None and layer.rope not in distinct:
-                distinct.append(layer.rope)
-        self.ropes = tuple(Rope.build(rope, self.device) for rope in distinct)
-        weights: list[dict[str, Tensor]] = [{} for _ in spec.layers]
-        for parameter in parameters(spec):
-            if parameter.layer is not None:
-                weights[parameter.layer][parameter.key] = tensors[parameter.name]
-        self.layers = tuple(
-            Layer(layer, spec.norm_eps, own, None if layer.rope is None else distinct.index(layer.rope))
-            for layer, own in zip(spec.layers, weights, strict=True)
+        self.ropes = tuple(Rope.build(rope, self.device) for rope in _distinct_ropes(spec))
+        self.layers: Sequence[Layer] = (
+            tuple(build_layer(spec, index, weights) for index, weights in enumerate(inner))
+            if layers is None
+            else layers
         )
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 

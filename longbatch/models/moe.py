@@ -13,35 +13,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longbatch.models.blocks import gated
+from longbatch.models.blocks import gated_for, rms_norm
+from longbatch.models.fp8 import (
+    Fp8Weight,
+    QuantizedRows,
+    Rows,
+    Weight,
+    grouped_product,
+    multiplies_grouped,
+    quantize_rows,
+)
 from longbatch.models.linear import linear, linear_into
 from longbatch.models.spec import LayerSpec, MoeSpec
 
 
 class MoeMlp:
-    """Router and experts of one layer."""
+    """Router and experts of one layer, and the norm before them."""
 
-    def __init__(self, spec: LayerSpec, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, spec: LayerSpec, norm_eps: float, weights: Mapping[str, Tensor], products: Mapping[str, Weight]
+    ) -> None:
         assert spec.moe is not None
+        self._eps = norm_eps
+        self._norm = weights["mlp_norm"]
         self._spec = spec.moe
         self._activation = "clamped" if spec.moe.style == "gpt_oss" else spec.activation
         self._router, self._router_bias = weights["router"], weights.get("router_bias")
-        self._gate_up, self._gate_up_bias = weights["expert_gate_up"], weights.get("expert_gate_up_bias")
-        self._down, self._down_bias = weights["expert_down"], weights.get("expert_down_bias")
+        self._gate_up, self._gate_up_bias = products["expert_gate_up"], weights.get("expert_gate_up_bias")
+        self._down, self._down_bias = products["expert_down"], weights.get("expert_down_bias")
 
-    def add_to(self, x: Tensor, n: Tensor) -> Tensor:
-        """x += moe(n), in place; returns x."""
-        return x.add_(self(n))
+    def add_to(self, x: Tensor) -> Tensor:
+        """x += moe(norm(x)), in place; returns x."""
+        return x.add_(self(x))
 
-    def __call__(self, n: Tensor) -> Tensor:
-        """moe(n [T, hidden]) -> [T, hidden]."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """moe(norm(x [T, hidden])) -> [T, hidden]."""
+        n = rms_norm(x, self._norm, self._eps)
         weights, experts = route(linear(n, self._router, self._router_bias), self._spec)
         num_tokens, rank = experts.shape
         chosen, order = torch.sort(experts.reshape(-1), stable=True)
         numbers = torch.arange(self._spec.num_experts, device=n.device)
         groups = Groups(chosen, torch.searchsorted(chosen, numbers, right=True, out_int32=True))
-        gate_up = expert_linear(n[order // rank], self._gate_up, self._gate_up_bias, groups)
-        inner = gated(gate_up, self._activation, self._spec.alpha, self._spec.limit)
+        routed = order // rank
+        # Quantized before they are repeated: a token's numbers are the same for each of its experts.
+        rows = quantize_rows(n).take(routed) if isinstance(self._gate_up, Fp8Weight) else n[routed]
+        gate_up = expert_linear(rows, self._gate_up, self._gate_up_bias, groups)
+        inner = gated_for(self._down, gate_up, self._activation, self._spec.alpha, self._spec.limit)
         outputs = expert_linear(inner, self._down, self._down_bias, groups)
         # Back to the order of tokens: row t * k + j is the j-th expert of token t.
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=n.device))
@@ -68,17 +85,36 @@ def route(logits: Tensor, spec: MoeSpec) -> tuple[Tensor, Tensor]:
     return weights.to(logits.dtype), experts
 
 
-def expert_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """rows [R, in], grouped by expert, times each group's weight [E, out, in], plus its bias -> [R, out]."""
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        result: Tensor = F.grouped_mm(rows, weight.transpose(-2, -1), offs=groups.ends)
-        return result if bias is None else result.add_(bias[groups.chosen])
-    result = rows.new_empty(rows.shape[0], weight.shape[1])
+def expert_linear(rows: Rows, weight: Weight, bias: Tensor | None, groups: Groups) -> Tensor:
+    """rows [R, in], grouped by expert, times each group's weight [E, out, in], plus its bias -> [R, out]. Quantized
+    rows go with e4m3 weights, and others with others."""
+    together = _all_experts(rows, weight, groups)
+    if together is not None:
+        return together if bias is None else together.add_(bias[groups.chosen])
+    result = torch.empty((rows.shape[0], weight.shape[1]), dtype=rows.dtype, device=weight.device)
     start = 0
     for expert, end in enumerate(groups.ends.tolist()):
         if start < end:
-            linear_into(result[start:end], rows[start:end], weight[expert])
+            part = slice(start, end)
+            if isinstance(weight, Fp8Weight):
+                assert isinstance(rows, QuantizedRows)
+                result[part] = linear(rows.part(part), weight[expert])
+            else:
+                assert isinstance(rows, Tensor)
+                linear_into(result[part], rows[part], weight[expert])
             if bias is not None:
-                result[start:end].add_(bias[expert])
+                result[part].add_(bias[expert])
             start = end
+    return result
+
+
+def _all_experts(rows: Rows, weight: Weight, groups: Groups) -> Tensor | None:
+    """The products of all groups in one launch, where the device has it."""
+    if isinstance(rows, QuantizedRows):
+        assert isinstance(weight, Fp8Weight)
+        return grouped_product(rows, weight, groups.ends) if multiplies_grouped(rows, weight) else None
+    assert isinstance(weight, Tensor)
+    if not (rows.is_cuda and rows.dtype == torch.bfloat16):
+        return None
+    result: Tensor = F.grouped_mm(rows, weight.transpose(-2, -1), offs=groups.ends)
     return result

@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 from longbatch.models.spec import LayerSpec, ModelSpec, MoeSpec
+
+# The matrices that each token of a layer goes through, but for a mixture's router: what `--weights-dtype` is about.
+PRODUCTS = frozenset({"qkv", "out", "gate_up", "down", "expert_gate_up", "expert_down"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,11 @@ class Parameter:
     def name(self) -> str:
         """Its name in the decoder, such as `layers.3.qkv`."""
         return self.key if self.layer is None else f"layers.{self.layer}.{self.key}"
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is one of the matrices that may be quantized."""
+        return self.key in PRODUCTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,21 @@ def parameters(spec: ModelSpec) -> Iterator[Parameter]:
     yield _norm("final_norm", None, hidden)
     if not spec.tied_embeddings:
         yield Parameter("head", None, (spec.vocab_size, hidden), (spec.vocab_size,))
+
+
+def weight_bytes(spec: ModelSpec, width: int, weights_dtype: str) -> int:
+    """Bytes of the decoder's matrices, embeddings included, with `width` bytes for each number that is not quantized.
+
+    weights_dtype: as in `Settings`. One e4m3 number is a byte, and each row of a matrix has a float32 scale.
+    """
+    if weights_dtype != "fp8":
+        return spec.num_parameters * width
+    total = 0
+    for parameter in parameters(spec):
+        if parameter.role == "matrix":
+            size = prod(parameter.shape)
+            total += size + 4 * (size // parameter.shape[-1]) if parameter.is_product else size * width
+    return total
 
 
 def _norm(key: str, layer: int | None, size: int) -> Parameter:

@@ -11,6 +11,7 @@ from typing import Any
 
 from longbatch.errors import UsageError
 from longbatch.models.families.config import Config
+from longbatch.models.quantized import read_scheme
 from longbatch.models.spec import ModelSpec
 
 _FAMILIES = "longbatch.models.families."
@@ -44,10 +45,10 @@ _MAX_CONFIG_BYTES = 16 * 2**20
 def describe(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a parsed config.json.
 
-    Raises `UsageError` for an unknown architecture (naming the known ones), for a quantized checkpoint (naming
-    the method), and for settings of the family that are not supported.
+    Raises `UsageError` for an unknown architecture (naming the known ones), for a quantized checkpoint that
+    is not read (naming the method), and for settings of the family that are not supported.
     """
-    _refuse_quantized(config)
+    read_scheme(config)
     module = import_module(_FAMILIES + _family(config))
     describe_family: Callable[[Mapping[str, Any]], ModelSpec] = module.describe
     return describe_family(config)
@@ -85,7 +86,7 @@ def _missing_hint(folder: Path) -> str:
     if folder.is_file() or folder.suffix == ".gguf":
         return "make a model folder from a GGUF file with `longbatch convert FILE DIR`"
     if (folder / "adapter_config.json").is_file():
-        return "this is an adapter (LoRA); merge it into its base model and save that as safetensors"
+        return "this is an adapter (LoRA); give its base model with --model and this folder with --adapter"
     return "a model folder holds config.json, *.safetensors and tokenizer.json, as on the Hugging Face hub"
 
 
@@ -100,14 +101,3 @@ def _family(config: Mapping[str, Any]) -> str:
     # A native architecture is read by our own code whatever its `auto_map` says; any other would need it.
     remote = " (it needs the remote code named by auto_map, which is never run)" if config.get("auto_map") else ""
     raise UsageError(f"model {name} is not supported{remote}", hint=f"known: {', '.join(known)}")
-
-
-def _refuse_quantized(config: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        settings = config.get(key)
-        if settings:
-            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else "unknown"
-            raise UsageError(
-                f"the checkpoint is quantized with {method}, which cannot be loaded",
-                hint="use the unquantized (bfloat16 or float16) version of the model",
-            )

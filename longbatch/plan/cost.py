@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter and of one cache entry. sparse: what rows
-    that are prefilled sparse cost, None where none are."""
+    """Seconds on one device. weight_bytes, kv_bytes: bytes of one parameter, on average, and of one cache entry.
+    sparse: what rows that are prefilled sparse cost, None where none are. products_speed: of the products with the
+    layers' matrices, relative to the measured rate. stream_seconds: in which the weights of all layers reach the device
+    once, 0 where they stay there or nothing is known of it."""
 
     spec: ModelSpec
     rates: Rates
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     sparse: SparseRows | None = None
+    products_speed: float = 1.0
+    stream_seconds: float = 0.0
 
     def prefill(self, prompt: np.ndarray, branch_tokens: np.ndarray | None = None) -> np.ndarray:
         """Seconds for reading each prompt: float64 [rows], for int [rows] prompts of whole waves.
@@ -37,10 +42,10 @@ class CostModel:
     def _prefill(
         self, prompt: np.ndarray, is_sparse: np.ndarray, branch_tokens: np.ndarray | None = None
     ) -> np.ndarray:
-        spec, rates = self.spec, self.rates
+        rates = self.rates
         length = prompt.astype(np.float64)
         branch = np.zeros_like(length) if branch_tokens is None else branch_tokens.astype(np.float64)
-        projections = spec.matmul_flops_per_token * (length + branch) + self._head_flops * (1 + branch)
+        projections = self._layer_flops * (length + branch) + self._head_flops * (1 + branch)
         attention = np.zeros_like(length)
         for window, flops in self._attention_flops.items():
             pairs = _causal_pairs(length, window)
@@ -55,7 +60,8 @@ class CostModel:
     def decode(self, prompt: np.ndarray, generated: np.ndarray, kv_tokens: int) -> float:
         """Seconds for sampling `generated` tokens after each prompt, if every row uses all of them.
 
-        Each step reads the weights once for all rows that decode together, as many as kv_tokens holds.
+        Each step reads the weights once for all rows that decode together, as many as kv_tokens holds; where they are
+        streamed, it takes as long as their way to the device.
         """
         rows = generated > 0
         if not rows.any():
@@ -63,9 +69,9 @@ class CostModel:
         before, steps = prompt[rows].astype(np.float64), generated[rows].astype(np.float64)
         together = max(1.0, kv_tokens / float((before + steps).mean()))
         num_steps = max(float(steps.max()), float(steps.sum()) / together)
-        reading = num_steps * self.spec.num_parameters * self.weight_bytes / self.rates.bandwidth
-        flops = self.spec.matmul_flops_per_token + self._head_flops
-        computing = float(steps.sum()) * flops / self.rates.gemm_flops
+        once = max(self.spec.num_parameters * self.weight_bytes / self.rates.bandwidth, self.stream_seconds)
+        reading = num_steps * once
+        computing = float(steps.sum()) * (self._layer_flops + self._head_flops) / self.rates.gemm_flops
         entries = self.spec.kv_entries_per_token * float((steps * before + steps**2 / 2).sum())
         return max(reading, computing) + entries * self.kv_bytes / self.rates.bandwidth
 
@@ -79,6 +85,25 @@ class CostModel:
         took = whole - self._prefill(longest - sizes, np.full(len(sizes), is_sparse))
         return int(sizes[took <= seconds].max(initial=unit))
 
+    def waves(self, seconds: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """Seconds of waves, float64 [waves], that take `seconds` with weights in place: each of their steps waits for
+        the layers, where these are streamed and it is short."""
+        longest: np.ndarray = np.maximum(seconds, num_steps * self.stream_seconds)
+        return longest
+
+    @property
+    def break_even_tokens(self) -> int | None:
+        """Tokens of a step from which a layer computes longer than the next one is on its way; None where nothing is
+        streamed."""
+        if not self.stream_seconds:
+            return None
+        return ceil(self.stream_seconds * self.rates.gemm_flops / self._layer_flops)
+
+    @cached_property
+    def _layer_flops(self) -> float:
+        """Operations of the layers' matrices for one token, in those of the measured rate."""
+        return self.spec.matmul_flops_per_token / self.products_speed
+
     @cached_property
     def _head_flops(self) -> float:
         """Operations of the vocabulary projection for one position."""
@@ -91,6 +116,15 @@ class CostModel:
         for layer in self.spec.layers:
             flops[layer.window] = flops.get(layer.window, 0.0) + 4.0 * layer.num_heads * layer.head_dim
         return flops
+
+
+def products_speed(weights_dtype: str, dtype: str, capability: tuple[int, int]) -> float:
+    """How much faster than in dtype the layers' products are estimated to be with weights_dtype. capability: of CUDA.
+
+    Chips that multiply e4m3 numbers do twice as many a second as bfloat16's by their data sheets; the rate is not
+    measured. Others multiply them widened, which is counted at the full rate, though widening takes time too.
+    """
+    return 2.0 if weights_dtype == "fp8" and dtype == "bfloat16" and capability >= (8, 9) else 1.0
 
 
 def _causal_pairs(length: np.ndarray, window: int | None) -> np.ndarray:

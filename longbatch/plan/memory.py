@@ -42,7 +42,8 @@ class Budget:
     wave_tokens: most tokens of one wave. kv_tokens: tokens that the K/V pages hold, a multiple of 64. tile_tokens:
     tokens whose Q, attention output and MLP exist at once. parts: the sum as (what, bytes), the reserve included;
     memory_bytes: what there is. chunk_tokens: most tokens in one step of a row alone, None for wave_tokens; a matter of
-    time, which the job sets.
+    time, which the job sets. weights: where those of the layers are kept, resident, host or disk; host_bytes: what
+    they take in host memory beside a GPU.
     """
 
     wave_tokens: int
@@ -51,6 +52,8 @@ class Budget:
     parts: tuple[tuple[str, int], ...] = ()
     memory_bytes: int = 0
     chunk_tokens: int | None = None
+    weights: str = "resident"
+    host_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -73,15 +76,18 @@ def budget(
     *,
     wave_tokens: int | None = None,
     kv_tokens: int | None = None,
+    weight_bytes: int | None = None,
+    slot_bytes: int = 0,
     sparse_heads: int = 0,
     decode_rows: int = 0,
 ) -> Budget:
     """Share out a device's memory.
 
-    kv: how K/V are stored. wave_tokens, kv_tokens: fixed by the user, else chosen. sparse_heads: query heads of a layer
-    where some rows are prefilled sparse, else 0. decode_rows: most sequences that decode at once, each with an open
-    block where the format has them. Raises DeviceError where the weights leave no room for even a short prompt, or a
-    fixed size does not fit.
+    kv: how K/V are stored. wave_tokens, kv_tokens: fixed by the user, else chosen. weight_bytes: of all weights that
+    stay there, where some are quantized or elsewhere, else as many per parameter. slot_bytes: of two layers, where
+    those of others take turns in them. sparse_heads: query heads of a layer where some rows are prefilled sparse, else
+    0. decode_rows: most sequences that decode at once, each with an open block where the format has them. Raises
+    DeviceError where the weights leave no room for even a short prompt, or a fixed size does not fit.
     """
     activation_bytes = max(2.0, weight_bytes_per_param)
     if on_gpu:
@@ -90,7 +96,7 @@ def budget(
     else:
         reserve = _CPU_RESERVE_BYTES + int(_CPU_RESERVE_SHARE * device_memory_bytes)
         tile_tokens, most_wave_tokens = _CPU_TILE_TOKENS, _CPU_WAVE_TOKENS
-    weights = int(spec.num_parameters * weight_bytes_per_param)
+    weights = int(spec.num_parameters * weight_bytes_per_param) if weight_bytes is None else weight_bytes
     tile = int(tile_tokens * _tile_numbers(spec) * activation_bytes)
     logits = 2 * max(_LOGIT_BYTES, 4 * spec.vocab_size)
     wave_bytes = int(_wave_numbers(spec) * activation_bytes) + _rope_bytes(spec)
@@ -98,7 +104,7 @@ def budget(
     open_blocks = 0
     if kv.has_open:
         open_blocks = int(decode_rows * PAGE_TOKENS * spec.kv_entries_per_token * activation_bytes)
-    free = device_memory_bytes - reserve - weights - tile - logits - open_blocks
+    free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits - open_blocks
     selection = 0
     if sparse_heads:
         longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS)
@@ -116,7 +122,8 @@ def budget(
         needed = device_memory_bytes - free + PAGE_TOKENS * wave_bytes + page_bytes
         raise DeviceError(
             f"the model needs at least {needed / GIB:.1f} GiB and the device has {device_memory_bytes / GIB:.1f} GiB",
-            hint="use a device with more memory, a smaller model or a smaller --dtype",
+            hint="use a device with more memory, a smaller model, a smaller --dtype or --weights-dtype fp8"
+            + ("" if slot_bytes else f", or --weights {'host' if on_gpu else 'disk'}"),
         )
     if wave_tokens is None:
         # The pages must hold a wave twice, so that rows go on decoding while the next ones are read.
@@ -136,6 +143,7 @@ def budget(
         )
     parts = (
         ("weights", weights),
+        *((("two layers", slot_bytes),) if slot_bytes else ()),
         ("K/V pages", num_pages * page_bytes),
         *((("open K/V blocks", open_blocks),) if open_blocks else ()),
         *((("converted K/V", history),) if history else ()),

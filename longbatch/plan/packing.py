@@ -146,7 +146,9 @@ def make_plan(
     tokens = np.cumsum(table["prompt"] + table["branch_tokens"])
     seconds = np.cumsum(cost.prefill(table["prompt"], table["branch_tokens"]))
     bounds = _cut(tokens, seconds, budget.wave_tokens, max_wave_seconds)
-    ends = np.concatenate(([0.0], seconds))[bounds]
+    step_tokens = min(budget.wave_tokens, budget.chunk_tokens or budget.wave_tokens)
+    num_steps = np.ceil(np.diff(np.concatenate(([0], tokens))[bounds]) / step_tokens)
+    wave_seconds = cost.waves(np.diff(np.concatenate(([0.0], seconds))[bounds]), num_steps)
     totals = Totals(
         num_rows=len(table),
         num_waves=len(bounds) - 1,
@@ -154,10 +156,10 @@ def make_plan(
         prompt_tokens=int(table["prompt"].sum()),
         longest_prompt=int(table["prompt"].max(initial=0)),
         generated_tokens=int(table["generated"].sum()),
-        prefill_seconds=float(ends[-1]),
+        prefill_seconds=float(wave_seconds.sum()),
         decode_seconds=cost.decode(table["prompt"], table["generated"], budget.kv_tokens),
     )
-    return Plan(table, bounds, np.diff(ends), refused, budget, totals)
+    return Plan(table, bounds, wave_seconds, refused, budget, totals)
 
 
 def _cache_tokens(table: np.ndarray, step_tokens: int) -> np.ndarray:

@@ -50,6 +50,8 @@ class PlanView:
     an earlier run. refusals: rows that cannot run, for whatever reason, those the plan refused included.
     stored: where the plan was saved. price_per_gpu_hour: as the user set it. attention: how the rows will attend.
     kv_dtype: how K/V are stored, None for in the dtype.
+    weights_dtype: of the layers' matrices, auto for dtype. break_even_tokens: of a wave from which streamed layers keep
+    up with it, None where none are or it is not known.
     """
 
     plan: Plan
@@ -63,6 +65,8 @@ class PlanView:
     price_per_gpu_hour: float | None = None
     attention: str = "dense"
     kv_dtype: str | None = None
+    weights_dtype: str = "auto"
+    break_even_tokens: int | None = None
 
     @property
     def price(self) -> float | None:
@@ -78,6 +82,9 @@ class PlanView:
             "model": self.model,
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype or self.dtype,
+            "weights_dtype": self.weights_dtype,
+            "weights": plan.budget.weights,
+            "break_even_tokens": self.break_even_tokens,
             "device": self.device.name,
             "attention": self.attention,
             "num_rows": self.num_rows,
@@ -90,6 +97,7 @@ class PlanView:
                 "wave_tokens": plan.budget.wave_tokens,
                 "kv_tokens": plan.budget.kv_tokens,
                 "parts": dict(plan.budget.parts),
+                "host_bytes": plan.budget.host_bytes,
             },
             "waves": [
                 {"rows": len(wave.rows), "tokens": wave.tokens, "width": wave.width, "seconds": wave.seconds}
@@ -129,8 +137,11 @@ def _facts(view: PlanView) -> Table:
     if view.refusals.num_rows:
         rows.append(f"{view.refusals.num_rows:,} cannot run")
     table = plain_table("", "")
-    table.add_row("model", f"{view.model}, {view.dtype}")
+    weights = "" if view.weights_dtype == "auto" else f", weights {view.weights_dtype}"
+    table.add_row("model", f"{view.model}, {view.dtype}{weights}")
     table.add_row("K/V", view.kv_dtype or view.dtype)
+    if view.plan.budget.weights != "resident":
+        table.add_row("weights", _streaming(view))
     table.add_row("device", view.device.name)
     table.add_row("attention", view.attention)
     table.add_row("rows", ", ".join(rows))
@@ -149,6 +160,19 @@ def _facts(view: PlanView) -> Table:
             "price", f"about {money_text(view.price)}, at {money_text(view.price_per_gpu_hour or 0.0)} an hour"
         )
     return table
+
+
+def _streaming(view: PlanView) -> str:
+    """Where the layers' weights are and what that costs."""
+    budget = view.plan.budget
+    if budget.weights == "host":
+        text = f"in host memory, {bytes_text(budget.host_bytes)}" if budget.host_bytes else "in host memory"
+    else:
+        text = "on disk, read for every wave and every token"
+    if view.break_even_tokens is None:
+        return text
+    limit = "hide their copies" if budget.weights == "host" else "hide their copies, if the disk is as fast"
+    return f"{text}; waves of {view.break_even_tokens:,} tokens or more {limit}"
 
 
 def _histogram(plan: Plan, *, ascii_only: bool) -> Table:

@@ -20,16 +20,20 @@ from longbatch.errors import UsageError
 from longbatch.folders import cache_folder
 from longbatch.manifest import Manifest, ManifestOptions
 from longbatch.models import ModelSpec, model_hash, read_spec
+from longbatch.models.adapter import adapter_hash, read_adapter
+from longbatch.models.parameters import weight_bytes
 from longbatch.output import RunFolder
-from longbatch.plan import Budget, CostModel, budget, entry_bytes
+from longbatch.plan import Budget, CostModel, entry_bytes
+from longbatch.plan.cost import products_speed
+from longbatch.plan.weights import budget_with_weights, weights_place
 from longbatch.prompt import PromptBuilder
 from longbatch.run.attention import Device, RunAttention, resolve_attention
 
 SPOOL = "spool"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Settings whose value is not itself what changes answers: the model's files are, by their hash, the resolved dtype and
-# K/V format, and what the settings of attention come to.
-_RESOLVED = ("model", "dtype", "kv_dtype", "attention", "profile", "min_sparse_length")
+# Settings whose value is not itself what changes answers: the files of the model and of the adapter are, by their hash,
+# the resolved dtype and K/V format, and what the settings of attention come to.
+_RESOLVED = ("model", "adapter", "dtype", "weights_dtype", "kv_dtype", "attention", "profile", "min_sparse_length")
 _VERSIONS = ("torch", "triton", "tokenizers", "numpy", "pyarrow")
 
 
@@ -81,8 +85,8 @@ class WorkerSetup:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything about a run that is known before weights are loaded. Making one imports no torch. rates, model_hash:
-    of its device and its model, only where the job plans, not in a worker."""
+    """Everything about a run that is known before weights are loaded. Making one imports no torch. rates, model_hash,
+    adapter_hash: of its device, its model and its adapter, only where the job plans, not in a worker."""
 
     settings: Settings
     sources: list[str]
@@ -95,6 +99,7 @@ class Job:
     rates: Rates | None
     attention: RunAttention
     model_hash: str = ""
+    adapter_hash: str | None = None
 
     @classmethod
     def open(cls, settings: Settings, sources: list[str], say: Callable[[str], None]) -> Job:
@@ -105,9 +110,10 @@ class Job:
         model_dir = find_model(settings.model, say)
         devices, dtype, measured = survey(settings.gpus, settings.dtype, cache_folder())
         job = cls._assemble(settings, sources, model_dir, devices, dtype, measured, RunAttention())
+        adapter = None if settings.adapter is None else _check_adapter(job, settings.adapter, say)
         digest = model_hash(model_dir)
         found = resolve_attention(settings, job.spec, digest, Device(devices[0], dtype, say))
-        return replace(job, attention=found, model_hash=digest)
+        return replace(job, attention=found, model_hash=digest, adapter_hash=adapter)
 
     @classmethod
     def reopen(cls, setup: WorkerSetup) -> Job:
@@ -177,7 +183,10 @@ class Job:
             **self.attention.identity(),
             "dtype": self.dtype,
             "kv_dtype": None if self.kv.name == self.dtype else self.kv.name,
+            # None, as in runs that were started before there was a choice.
+            "weights_dtype": None if self.settings.weights_dtype == "auto" else self.settings.weights_dtype,
             "model_hash": self.model_hash,
+            "adapter_hash": self.adapter_hash,
             "tokenizer_hash": self.builder.tokenizer.hash,
             "template_hash": None if template is None else template.hash,
         }
@@ -192,27 +201,15 @@ class Job:
             "platform": platform.platform(),
             "device": self.device.name,
             "model": str(self.model_dir),
+            "adapter": None if self.settings.adapter is None else str(self.settings.adapter),
             "architecture": self.spec.architecture,
             "sources": [source.name for source in self.manifest.sources],
             "attention": self.attention.asked(self.settings.min_sparse_length),
         }
 
     def budget(self) -> Budget:
-        """The memory of the device, shared out."""
-        width = DTYPE_BYTES[self.dtype]
-        device = self.device
-        memory = min(device.memory_bytes, device.free_bytes or device.memory_bytes)
-        shares = budget(
-            self.spec,
-            memory,
-            width,
-            self.kv,
-            device.on_gpu,
-            wave_tokens=self.settings.wave_tokens,
-            kv_tokens=self.settings.kv_tokens,
-            sparse_heads=max(layer.num_heads for layer in self.spec.layers) if self.attention.is_sparse else 0,
-            decode_rows=self.decode_rows,
-        )
+        """The memory of the device, shared out. Raises DeviceError where that, or the host's, is too little."""
+        shares = self._shares()
         if self.settings.spill is None:
             return shares
         # A row that keeps its state after each chunk loses at most one of them.
@@ -221,13 +218,37 @@ class Job:
         return replace(shares, chunk_tokens=chunk)
 
     def cost(self) -> CostModel:
-        """Predicted times, from the device's rates. Raises DeviceError where sparse ones cannot be measured."""
+        """Predicted times, from the device's rates. Raises DeviceError where sparse ones cannot be measured, or the
+        model does not fit."""
         assert self.rates is not None
         width = DTYPE_BYTES[self.dtype]
         sparse = (
             self.attention.rows(self.spec, Device(self.device, self.dtype).rates) if self.attention.is_sparse else None
         )
-        return CostModel(self.spec, self.rates, width, entry_bytes(self.spec, self.kv), sparse)
+        weights = self._weight_bytes / self.spec.num_parameters
+        speed = products_speed(self.settings.weights_dtype, self.dtype, self.device.capability)
+        place = self._shares().weights
+        streamed = weights_place(place, self.spec, width, self.settings.weights_dtype, self.device.on_gpu).layer_bytes
+        seconds = streamed / self.rates.host_to_device if self.rates.host_to_device else 0.0
+        return CostModel(self.spec, self.rates, weights, entry_bytes(self.spec, self.kv), sparse, speed, seconds)
+
+    def _shares(self) -> Budget:
+        return budget_with_weights(
+            self.settings.weights,
+            self.spec,
+            self.devices,
+            DTYPE_BYTES[self.dtype],
+            self.settings.weights_dtype,
+            self.kv,
+            wave_tokens=self.settings.wave_tokens,
+            kv_tokens=self.settings.kv_tokens,
+            sparse_heads=max(layer.num_heads for layer in self.spec.layers) if self.attention.is_sparse else 0,
+            decode_rows=self.decode_rows,
+        )
+
+    @property
+    def _weight_bytes(self) -> int:
+        return weight_bytes(self.spec, DTYPE_BYTES[self.dtype], self.settings.weights_dtype)
 
 
 def open_folder(job: Job) -> tuple[Job, RunFolder]:
@@ -257,6 +278,15 @@ def find_model(model: str | None, say: Callable[[str], None]) -> Path:
     from longbatch.models.hub import resolve
 
     return resolve(model)
+
+
+def _check_adapter(job: Job, folder: Path, say: Callable[[str], None]) -> str:
+    """The adapter's hash. Raises UsageError for one that cannot be merged into the job's model; one that was trained on
+    a model of another name is told of."""
+    adapter = read_adapter(folder, job.spec)
+    if not any(map(adapter.fits, (job.settings.model or "", str(job.model_dir.resolve())))):
+        say(f"warning: the adapter {folder} was trained on {adapter.base_model}, and is merged into {job.model_dir}")
+    return adapter_hash(folder)
 
 
 def default_sampling(settings: Settings, model_dir: Path) -> Sampling:

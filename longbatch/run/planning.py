@@ -158,4 +158,6 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
         price_per_gpu_hour=settings.price_per_gpu_hour,
         attention=job.attention.describe(),
         kv_dtype=job.kv.name,
+        weights_dtype=settings.weights_dtype,
+        break_even_tokens=job.cost().break_even_tokens,
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from longbatch import __version__
 from longbatch.config import Settings
+from longbatch.config.kv_formats import plain_format
 from longbatch.core import TASKS, Fault, Request
 from longbatch.device import DeviceInfo, default_dtype, detect
 from longbatch.errors import InterruptedRun, ManifestError, RowError, UsageError
@@ -23,10 +24,11 @@ from longbatch.manifest import Manifest, ManifestOptions
 from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.plan.candidates import candidates
 from longbatch.plan.sparse_rates import PAIRS, REFERENCE, SparseRates, sparse_rates
+from longbatch.plan.weights import budget_with_weights
 from longbatch.prompt import PromptBuilder
 from longbatch.report.profile_view import choices_text, draw_profile, print_profile, shows
 from longbatch.report.units import seconds_text
-from longbatch.run.job import find_model, say_on_stderr
+from longbatch.run.job import DTYPE_BYTES, find_model, say_on_stderr
 from longbatch.sparsity import Profile, ProfileError, import_minference
 
 if TYPE_CHECKING:
@@ -323,7 +325,9 @@ def _searched(
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    model = load(model_dir, getattr(torch, dtype), torch.device(info.torch_name))
+    spec, kv = read_spec(model_dir), plain_format(dtype)
+    weights = budget_with_weights(settings.weights, spec, [info], DTYPE_BYTES[dtype], "auto", kv).weights
+    model = load(model_dir, getattr(torch, dtype), torch.device(info.torch_name), weights=weights)
     progress = _Progress(len(model.layers), say)
     search = Search(model, documents, goal.tolerance, rates, state, progress.trial, measure=goal.measure)
     for layer in search.run():

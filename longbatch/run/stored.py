@@ -67,7 +67,13 @@ def save_command(work: Path, settings: Settings, sources: list[str]) -> None:
     defaults = {item.name: item.default for item in fields(Settings)}
     changed = {name: value for name, value in settings.as_dict().items() if getattr(settings, name) != defaults[name]}
     values = {name: value for name, value in changed.items() if name not in _PASSING and name not in _PRIVATE}
-    for name in ("model", "media_root", "spill", "profile"):  # the next command may be given in another folder
+    for name in (
+        "model",
+        "media_root",
+        "spill",
+        "profile",
+        "adapter",
+    ):  # the next command may be given in another folder
         if name in values and (name == "spill" or Path(values[name]).exists()):
             values[name] = str(Path(values[name]).absolute())
     content = {

@@ -8,7 +8,7 @@ that holds a row which is measured already gives that one, so that a continued r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 import numpy as np
@@ -55,9 +55,7 @@ class Verification:
         attempts[places >= 0] = known.attempts[places[places >= 0]]
         again = chosen[~finished[chosen]]
         sparse_cost = job.cost()
-        cost = _BothWays(
-            job.spec, sparse_cost.rates, sparse_cost.weight_bytes, sparse_cost.kv_bytes, sparse_cost.sparse
-        )
+        cost = _BothWays(**{item.name: getattr(sparse_cost, item.name) for item in fields(sparse_cost)})
         seconds = job.settings.max_wave_seconds
         plan = make_plan(index.sizes(again), job.spec, job.budget(), cost, max_wave_seconds=seconds)
         num_finished = len(chosen) - len(again)
@@ -69,8 +67,8 @@ class _BothWays(CostModel):
     """Rows run as they ran, and once more densely."""
 
     def prefill(self, prompt: np.ndarray, branch_tokens: np.ndarray | None = None) -> np.ndarray:
-        dense = CostModel(self.spec, self.rates, self.weight_bytes, self.kv_bytes)
-        both: np.ndarray = super().prefill(prompt, branch_tokens) + dense.prefill(prompt, branch_tokens)
+        dense = self._prefill(prompt, np.zeros(len(prompt), dtype=bool), branch_tokens)
+        both: np.ndarray = super().prefill(prompt, branch_tokens) + dense
         return both
 
 

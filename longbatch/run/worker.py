@@ -248,7 +248,7 @@ def _load(job: Job, setup: WorkerSetup) -> Engine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device, dtype = torch.device(setup.device.torch_name), getattr(torch, job.dtype)
-    model = load(job.model_dir, dtype, device)
+    model = load(job.model_dir, dtype, device, settings.weights_dtype, settings.adapter, budget.weights)
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in job.spec.layers]
     num_pages = budget.kv_tokens // PAGE_TOKENS
     cache = KVCache(shapes, num_pages, dtype=dtype, device=device, kv=job.kv, num_open=job.decode_rows)
