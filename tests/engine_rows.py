@@ -12,6 +12,7 @@ import tiny_models
 import torch
 
 from longbatch.cache import KVCache
+from longbatch.config.kv_formats import kv_format
 from longbatch.core import TASKS, Location, Prompt, Request, Result, RowKey, Sampling
 from longbatch.engine import Engine, EngineLimits
 from longbatch.models import load
@@ -41,17 +42,19 @@ def tiny_decoder(folder: Path, case: str = "llama") -> Decoder:
     return load(folder, torch.float32, torch.device("cpu"))
 
 
-def new_cache(model: Decoder, num_pages: int = 64) -> KVCache:
-    """A float32 cache for the model."""
+def new_cache(model: Decoder, num_pages: int = 64, kv: str = "auto", num_open: int = 0) -> KVCache:
+    """A cache for the model, in its dtype unless `kv` names another format."""
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in model.spec.layers]
-    return KVCache(shapes, num_pages, dtype=model.dtype, device=model.device)
+    stored = kv_format(kv, str(model.dtype).removeprefix("torch."))
+    return KVCache(shapes, num_pages, dtype=model.dtype, device=model.device, kv=stored, num_open=num_open)
 
 
-def new_engine(model: Decoder, tokenizer: Tokenizer, *, num_pages: int = 64, **limits: Any) -> Engine:
+def new_engine(model: Decoder, tokenizer: Tokenizer, *, num_pages: int = 64, kv: str = "auto", **limits: Any) -> Engine:
     """An engine without end tokens unless `eos_ids` names some."""
     eos_ids = limits.pop("eos_ids", frozenset())
     values: dict[str, Any] = {"step_tokens": 4096, "tile_rows": 64, "decode_rows": 32, "max_tokens": 8, **limits}
-    return Engine(model, tokenizer, new_cache(model, num_pages), EngineLimits(**values), eos_ids=eos_ids)
+    cache = new_cache(model, num_pages, kv, values["decode_rows"])
+    return Engine(model, tokenizer, cache, EngineLimits(**values), eos_ids=eos_ids)
 
 
 def random_ids(length: int, seed: int) -> np.ndarray:
@@ -71,4 +74,5 @@ def run_rows(engine: Engine, *waves: Sequence[tuple[Request, Prompt]]) -> dict[R
     results: Iterable[Result] = engine.run([list(wave) for wave in waves])
     found = {result.key: result for result in results}
     assert engine.cache.pool.num_free == engine.cache.pool.num_pages, "pages leaked"
+    assert engine.cache.pool.num_free_open == engine.cache.pool.num_open, "open blocks leaked"
     return found

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longbatch.attention import DecodeStep, Extent, Piece, Segment, attend, decode_attention
 from longbatch.attention.state import merge, partial
-from longbatch.cache import KVCache
+from longbatch.cache import KVCache, Writes
 
 CPU_CASE = pytest.param("cpu", torch.float32, 1e-5, id="cpu-float32")
 GPU_CASES = [
@@ -81,7 +81,7 @@ def test_attend_over_split_extents(
     cache = KVCache([(2, 64)], 5, dtype=dtype, device=torch.device(device))
     pages = np.array([3, 1], dtype=np.int32)
     slots = torch.cat([torch.arange(192, 256), torch.arange(64, 100)]).to(device)
-    cache.write(0, slots, k[:100], v[:100])
+    cache.write(0, Writes(slots), k[:100], v[:100])
     segment = Segment(0, 100, 300, (Extent(0, 100, pages=pages),))
 
     def read(extent: Extent, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def test_decode(
     rows = [tensors(length, 6, 2, 64, device, dtype) for length in lengths]
     for (_, k, v), table, length in zip(rows, tables, lengths, strict=True):
         slots = torch.from_numpy((table[:, None] * 64 + np.arange(64)).reshape(-1)[:length]).to(device)
-        cache.write(0, slots, k, v)
+        cache.write(0, Writes(slots), k, v)
     q = torch.stack([row[0][-1] for row in rows])
     device_table = None
     if device == "cuda":

@@ -156,6 +156,7 @@ def test_identity_holds_what_changes_answers_and_no_more() -> None:
     assert set(Settings().identity()) == {
         "model",
         "dtype",
+        "kv_dtype",
         "weights_dtype",
         "adapter",
         "task",

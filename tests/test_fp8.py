@@ -14,6 +14,7 @@ from run_folders import results, run, settings_of, tiny_model, words, write_mani
 from tiny_models import save
 
 from longbatch import models
+from longbatch.config.kv_formats import plain_format
 from longbatch.device import Rates
 from longbatch.errors import ExitCode, UsageError
 from longbatch.models import linear as products
@@ -251,7 +252,7 @@ LLAMA_8B: dict[str, Any] = {
 def test_the_planner_gives_the_saved_memory_to_the_cache() -> None:
     spec = models.describe(LLAMA_8B)
     plain, small = (
-        budget(spec, 40 << 30, 2, 2, True, weight_bytes=weight_bytes(spec, 2, weights_dtype))
+        budget(spec, 40 << 30, 2, plain_format("bfloat16"), True, weight_bytes=weight_bytes(spec, 2, weights_dtype))
         for weights_dtype in ("auto", "fp8")
     )
     saved = dict(plain.parts)["weights"] - dict(small.parts)["weights"]

@@ -76,14 +76,25 @@ def qk_rope(dtype: torch.dtype, *, dim: int, half: int, norm: bool) -> None:
     qk_rope(torch.zeros(3, 48, dim, dtype=dtype), 32, 8, turns, turns, weight, weight)
 
 
-def paged_decode(dtype: torch.dtype, *, dim: int, group: int, window: int | None = None) -> None:
-    from longbatch_kernels.paged_decode import paged_decode
+def paged_decode(dtype: torch.dtype, *, dim: int, group: int, window: int | None = None, kv: str = "plain") -> None:
+    from longbatch_kernels.paged_decode import OpenBlocks, paged_decode
 
-    pool = torch.zeros(1024, 2, dim, dtype=dtype)
+    module = importlib.import_module(f"longbatch_kernels.kv_{kv}")
+    pool = tuple(torch.zeros(shape, dtype=kind) for shape, kind in module.tensors(16, 2, dim, dtype))
     table, lengths = torch.zeros(3, 17, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    opened = torch.zeros(4 * 64, 2, dim, dtype=dtype)
+    open_blocks = None if kv == "plain" else OpenBlocks(opened, opened, torch.zeros(3, dtype=torch.int32))
     sinks = None if window is None else torch.zeros(2 * group)
     q = torch.zeros(3, 2 * group, dim, dtype=dtype)
-    paged_decode(q, pool, pool, table, lengths, NUM_KEYS, scale=0.1, window=window, sinks=sinks)
+    launch = partial(paged_decode, q, pool, pool, table, lengths, NUM_KEYS, scale=0.1, window=window, sinks=sinks)
+    launch(kv=module, open_blocks=open_blocks)
+
+
+def kv_fp8(dtype: torch.dtype, *, dim: int) -> None:
+    from longbatch_kernels.kv_fp8 import quantize, tensors
+
+    pool = tuple(torch.zeros(shape, dtype=kind) for shape, kind in tensors(16, 2, dim, dtype))
+    quantize(torch.zeros(NUM_KEYS, 2, dim, dtype=dtype), torch.arange(3) * 64, pool, torch.arange(3))
 
 
 def block_attention(dtype: torch.dtype, *, dim: int, rows: int, keys: int, share: int = 1, carry: bool = False) -> None:
@@ -183,6 +194,16 @@ CASES: dict[str, list[Case]] = {
         Case("window", partial(paged_decode, dim=64, group=8, window=128)),
         *(Case(f"{dim}", partial(paged_decode, dim=dim, group=7)) for dim in (64, 96, 128)),
         *(Case(f"{dim} whole", partial(paged_decode, dim=dim, group=4), types=WHOLE) for dim in (64, 128, 256)),
+        Case("256 fp8", partial(paged_decode, dim=256, group=4, kv="fp8"), few=True),
+        Case("window fp8", partial(paged_decode, dim=64, group=8, window=128, kv="fp8")),
+        *(
+            Case(f"{dim} fp8", partial(paged_decode, dim=dim, group=7, kv="fp8"), types=HALF + WHOLE)
+            for dim in (64, 96, 128, 256)
+        ),
+    ],
+    "kv_fp8": [
+        Case("256", partial(kv_fp8, dim=256), few=True),
+        *(Case(f"{dim}", partial(kv_fp8, dim=dim), types=HALF + WHOLE) for dim in (64, 96, 128)),
     ],
     "block_attention": [
         Case("128", partial(block_attention, dim=128, rows=128, keys=128), few=True),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from longbatch.cache.kv import slots_of
+from longbatch.cache.writes import slots_of
 from longbatch.engine.packing import Branch, Family, PackedStep, pack
 
 CPU = torch.device("cpu")
@@ -40,8 +40,7 @@ def test_rows_share_a_step_without_padding() -> None:
     assert step.ids.tolist() == [*ids(5), *ids(1), *ids(9)]
     assert step.positions.tolist() == [*range(5), 0, *range(9)]
     assert step.rope_lengths.tolist() == [5] * 5 + [1] + [9] * 9
-    assert step.slots is None
-    assert step.kept_rows is None
+    assert step.writes is None
     assert [(branch.owner, start, stop) for branch, start, stop in packed.reads] == [
         ("a", 4, 5),
         ("b", 0, 1),
@@ -60,8 +59,8 @@ def test_chunks_are_cut_at_tile_boundaries(step_tokens: int, tile_rows: int) -> 
         assert start == at
         assert stop - start <= max(step_tokens, tile_rows)
         assert stop == 300 or stop % tile_rows == 0
-        assert packed.step.slots is not None
-        assert packed.step.slots.tolist() == slots_of(pages, start, stop).tolist()
+        assert packed.step.writes is not None
+        assert packed.step.writes.slots.tolist() == slots_of(pages, start, stop).tolist()
         (segment,) = packed.step.segments
         assert [(e.start, e.stop, e.base) for e in segment.context] == ([(0, start, None)] if start else [])
         at = stop
@@ -135,11 +134,54 @@ def test_a_trunk_cut_in_the_step_of_its_branches() -> None:
 def test_only_the_rows_with_pages_are_kept() -> None:
     families = [alone("a", 5), alone("b", 7, table(3, 1)), alone("c", 2), alone("d", 4, table(1, 1))]
     (packed,) = steps(families, 100, 100)
-    step = packed.step
-    assert step.kept_rows is not None
-    assert step.slots is not None
-    assert step.kept_rows.tolist() == [*range(5, 12), *range(14, 18)]
-    assert step.slots.tolist() == [*range(192, 199), *range(64, 68)]
+    writes = packed.step.writes
+    assert writes is not None
+    assert writes.rows is not None
+    assert writes.rows.tolist() == [*range(5, 12), *range(14, 18)]
+    assert writes.slots.tolist() == [*range(192, 199), *range(64, 68)]
+
+
+def test_all_rows_are_kept_without_an_index() -> None:
+    (packed,) = steps([alone("a", 5, table(0, 1)), alone("b", 7, table(3, 1))], 100, 100)
+    assert packed.step.writes is not None
+    assert packed.step.writes.rows is None
+
+
+def test_whole_pages_and_open_blocks() -> None:
+    """Of what follows its last whole page, only a row with an open block keeps anything."""
+    rows = [
+        Branch(name, ids(n), ((n - 1, n),), n, table(at, 3), open_block=o)
+        for name, n, at, o in (("a", 150, 0, 2), ("b", 64, 3, 0), ("c", 70, 6, None), ("d", 9, 9, 1))
+    ]
+    families = [Family([branch]) for branch in rows]
+    (packed,) = pack(families, step_tokens=1000, tile_rows=100, device=CPU, whole_pages=True)
+    writes = packed.step.writes
+    assert writes is not None
+    assert writes.blocks is not None
+    assert writes.rows is not None
+    assert writes.blocks.rows.tolist() == [0, 64, 150, 214]
+    assert writes.blocks.pages.tolist() == [0, 1, 3, 6]
+    assert writes.rows.tolist() == [*range(128, 150), *range(284, 293)]
+    assert writes.slots.tolist() == [*range(128, 150), *range(64, 73)]
+    assert writes.filled is None
+
+
+@pytest.mark.parametrize(("step_tokens", "tile_rows"), [(64, 64), (100, 32), (128, 48), (7, 16), (130, 64)])
+def test_chunks_of_whole_pages_end_at_tiles_and_pages(step_tokens: int, tile_rows: int) -> None:
+    family = Family([Branch("a", ids(500), ((499, 500),), 500, table(0, 8), open_block=0)])
+    found = list(pack([family], step_tokens=step_tokens, tile_rows=tile_rows, device=CPU, whole_pages=True))
+    stops = [spans(packed)[0][1] for packed in found]
+    assert len(stops) > 1
+    assert stops[-1] == 500
+    assert all(stop % tile_rows == stop % 64 == 0 for stop in stops[:-1])
+    pages = [page for packed in found for page in packed.step.writes.blocks.pages.tolist()]  # type: ignore[union-attr]
+    assert pages == [*range(7)]
+
+
+def test_a_chunk_inside_a_page_is_refused_where_only_whole_pages_are_stored() -> None:
+    family = alone("a", 200, table(0, 4))
+    with pytest.raises(ValueError, match="page boundary"):
+        list(pack([family], step_tokens=1000, tile_rows=64, device=CPU, start=100, whole_pages=True))
 
 
 def test_several_steps_need_pages() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from longbatch.cache import PAGE_TOKENS, KVCache, PagePool
-from longbatch.cache.kv import slots_of
+from longbatch.cache import PAGE_TOKENS, KVCache, PagePool, Writes
 from longbatch.cache.pages import pages_for
+from longbatch.cache.writes import slots_of
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2)])
@@ -120,11 +120,11 @@ def test_what_was_written_is_read(table: list[int], start: int, stop: int) -> No
     pages = np.array(table, dtype=np.int32)
     cache = KVCache([(2, 3)], 5, dtype=torch.float32, device=torch.device("cpu"))
     k, v = torch.randn(192, 2, 3), torch.randn(192, 2, 3)
-    cache.write(0, torch.from_numpy(slots_of(pages, 0, 192)), k, v)
+    cache.write(0, Writes(torch.from_numpy(slots_of(pages, 0, 192))), k, v)
     found_k, found_v = cache.read(0, pages, start, stop)
     assert torch.equal(found_k, k[start:stop])
     assert torch.equal(found_v, v[start:stop])
-    in_pool = found_k.untyped_storage().data_ptr() == cache.keys[0].untyped_storage().data_ptr()
+    in_pool = found_k.untyped_storage().data_ptr() == cache.keys[0][0].untyped_storage().data_ptr()
     one_run = table == [2, 3, 4] or start // PAGE_TOKENS == (stop - 1) // PAGE_TOKENS
     assert in_pool is one_run, "consecutive pages are read without a copy"
 

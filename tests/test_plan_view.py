@@ -50,6 +50,7 @@ def test_all_parts_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(view, capsys)
     for line in (
         "model a model, float32",
+        "K/V float32",
         "device Some CPU x 8",
         "rows 15 rows: 5 run in 3 waves, 2 are finished, 8 cannot run",
         "tokens 5,690 to read, at most 5,000 in a row; at most 50 to generate",
@@ -88,6 +89,12 @@ def test_the_price(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(line.startswith("price") for line in printed(unknown, capsys))
 
 
+def test_the_format_of_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    view = PlanView(make_plan([100]), "m", "bfloat16", CPU, 1, kv_dtype="fp8")
+    assert "K/V fp8" in printed(view, capsys)
+    assert view.as_dict()["kv_dtype"] == "fp8"
+
+
 def test_nothing_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(PlanView(make_plan([]), "m", "float32", CPU, 3, 3), capsys)
     assert "rows 3 rows: 0 run in 0 waves, 3 are finished" in lines
@@ -120,6 +127,7 @@ def test_the_view_as_json() -> None:
     view = PlanView(make_plan([100, 200, 300]), "m", "bfloat16", CPU, 4, refusals=refusals)
     table = json.loads(json.dumps(view.as_dict()))
     assert table["totals"]["prompt_tokens"] == 600
+    assert table["kv_dtype"] == "bfloat16"
     assert table["totals"]["seconds"] == 120.0
     assert [wave["rows"] for wave in table["waves"]] == [2, 1]
     assert table["refused"] == {"does_not_fit": {"count": 1, "examples": ["row 1: too long"]}}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from run_folders import settings_of, tiny_model, words, write_manifest
 
+from longbatch.config.kv_formats import plain_format
 from longbatch.device import DeviceInfo, Rates
 from longbatch.errors import DeviceError
 from longbatch.models import describe, read_spec
@@ -51,7 +52,7 @@ def host_has(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(memory: int, asked: str = "auto", num_devices: int = 1) -> Budget:
-    return budget_with_weights(asked, QWEN_32B, [gpu(memory)] * num_devices, 2, "auto")
+    return budget_with_weights(asked, QWEN_32B, [gpu(memory)] * num_devices, 2, "auto", plain_format("bfloat16"))
 
 
 # ------------------------------------------------------------------------------------- places

@@ -224,7 +224,7 @@ def test_earlier_layers_run_as_the_engine_runs_them(decoder: Decoder) -> None:
     from longbatch.attention import Executed
 
     segment = Segment(0, 0, length, reads=((0, length),), executed=Executed(sparse=True))
-    step = Step.build(ids, [segment], None, None, tile_rows=128, device=decoder.device, attention=attention.layers)
+    step = Step.build(ids, [segment], None, tile_rows=128, device=decoder.device, attention=attention.layers)
     expected = prefill(decoder, new_cache(decoder), step)
     assert (document.hidden - expected).norm() / expected.norm() < 1e-5
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from longbatch.config.kv_formats import plain_format
 from longbatch.core import RowSize
 from longbatch.device import Rates
 from longbatch.models.spec import LayerSpec, ModelSpec
@@ -17,6 +18,7 @@ from longbatch.plan.sparse_rows import SparseRows
 from longbatch.sparsity import LayerPatterns, PatternSpec
 
 LAYER = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=64, rope=None, scale=0.125, intermediate_size=1024)
+BF16 = plain_format("bfloat16")
 SPEC = ModelSpec("llama", "Llama", 1000, 512, (LAYER,) * 4, 1e-5, 1 << 21, False)
 RATES = Rates(gemm_flops=6e14, attention_flops=REFERENCE.dense_flops, bandwidth=4e12)
 NARROW = PatternSpec.parse("a_shape:sinks=64,window=1024")
@@ -80,8 +82,8 @@ def test_chunks_of_a_sparse_row_are_longer() -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_selections_have_their_place_in_memory(on_gpu: bool) -> None:
-    without = budget(SPEC, 16 << 30, 2, 2, on_gpu)
-    beside = budget(SPEC, 16 << 30, 2, 2, on_gpu, sparse_heads=8)
+    without = budget(SPEC, 16 << 30, 2, BF16, on_gpu)
+    beside = budget(SPEC, 16 << 30, 2, BF16, on_gpu, sparse_heads=8)
     parts = dict(beside.parts)
     assert "selection" not in dict(without.parts)
     assert parts["selection"] >= 200 << 20

@@ -16,14 +16,17 @@ from longbatch.cache import KVCache
 class DecodeStep:
     """One decode forward of B sequences, the new token of each already written to its page.
 
-    tables: block table of each sequence, on the host. lengths: tokens in the cache, the new one included.
-    device_tables int32 [B, most pages], device_lengths int32 [B]: the same where a kernel needs them, else None.
+    tables: block table of each sequence, on the host. lengths: tokens in the cache, the new one included. open_blocks:
+    each sequence's open block, None where the K/V format has none. device_tables int32 [B, most pages],
+    device_lengths and device_open int32 [B]: the same where a kernel needs them, else None.
     """
 
     tables: tuple[np.ndarray, ...]
     lengths: tuple[int, ...]
     device_tables: Tensor | None = None
     device_lengths: Tensor | None = None
+    open_blocks: tuple[int, ...] | None = None
+    device_open: Tensor | None = None
 
 
 def decode_attention(
@@ -39,8 +42,11 @@ def decode_attention(
 ) -> Tensor:
     """q [B, H, D] -> [B, H, D]; the other arguments are as in `attend`."""
     if step.device_tables is not None and step.device_lengths is not None and softcap is None:
-        from longbatch_kernels.paged_decode import paged_decode
+        from longbatch_kernels.paged_decode import OpenBlocks, paged_decode
 
+        opened = None
+        if step.device_open is not None:
+            opened = OpenBlocks(cache.open_keys[layer], cache.open_values[layer], step.device_open)
         return paged_decode(
             q,
             cache.keys[layer],
@@ -51,10 +57,13 @@ def decode_attention(
             scale=scale,
             window=window,
             sinks=sinks,
+            kv=cache.format,
+            open_blocks=opened,
         )
     out = torch.empty_like(q)
     for b, (table, length) in enumerate(zip(step.tables, step.lengths, strict=True)):
-        k, v = cache.read(layer, table, max(0, length - window) if window else 0, length)
+        start = max(0, length - window) if window else 0
+        k, v = cache.read(layer, table, start, length, None if step.open_blocks is None else step.open_blocks[b])
         if softcap is not None:
             out[b] = with_sinks(explicit(q[b : b + 1], k, v, None, scale=scale, softcap=softcap), sinks)[0]
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longbatch.attention.sparse import SparseLayer
+from longbatch.cache import Writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +115,14 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One prefill forward. ids, positions, rope_lengths: int64 [T] on the model's device. slots: int64 [K] cache
-    slots of the tokens whose K/V must outlive the step, or None; kept_rows: int64 [K], their packed rows, or None
-    when they are all of them. attention: the patterns of each layer, None for those that are dense in every step."""
+    """One prefill forward. ids, positions, rope_lengths: int64 [T] on the model's device. writes: the K/V that must
+    outlive the step, or None. attention: the patterns of each layer, None for those that are dense in every step."""
 
     ids: Tensor
     positions: Tensor
     rope_lengths: Tensor
     segments: tuple[Segment, ...]
-    slots: Tensor | None
-    kept_rows: Tensor | None
+    writes: Writes | None
     tile_rows: int
     tiles: tuple[Tile, ...] = field(default=())
     attention: tuple[SparseLayer | None, ...] | None = None
@@ -133,25 +132,21 @@ class Step:
         cls,
         ids: np.ndarray,
         segments: Sequence[Segment],
-        slots: np.ndarray | None,
-        kept_rows: np.ndarray | None,
+        writes: Writes | None,
         *,
         tile_rows: int,
         device: torch.device,
         attention: tuple[SparseLayer | None, ...] | None = None,
     ) -> Step:
-        """ids: int [T] of all segments in packed order. slots and kept_rows: int64 [K], or both None."""
+        """ids: int [T] of all segments in packed order."""
         positions = np.concatenate([np.arange(s.offset, s.stop, dtype=np.int64) for s in segments])
         lengths = np.concatenate([np.full(s.length, s.rope_length or s.stop, dtype=np.int64) for s in segments])
-        if kept_rows is not None and len(kept_rows) == len(ids):
-            kept_rows = None
         return cls(
             ids=torch.from_numpy(ids.astype(np.int64)).to(device),
             positions=torch.from_numpy(positions).to(device),
             rope_lengths=torch.from_numpy(lengths).to(device),
             segments=tuple(segments),
-            slots=None if slots is None else torch.from_numpy(slots).to(device),
-            kept_rows=None if kept_rows is None else torch.from_numpy(kept_rows).to(device),
+            writes=writes,
             tile_rows=tile_rows,
             tiles=tuple(tiles_of([(s, s.offset, s.stop) for s in segments], tile_rows)),
             attention=attention,

@@ -133,7 +133,7 @@ def step_of(length: int, attention: tuple[SparseLayer, ...] | None, decoder: Dec
     executed = Executed(sparse=attention is not None)
     segment = Segment(0, 0, length, reads=((length - 1, length),), rope_length=length, executed=executed)
     return Step.build(
-        ids, [segment], None, None, tile_rows=min(TILE_ROWS, length), device=decoder.device, attention=attention
+        ids, [segment], None, tile_rows=min(TILE_ROWS, length), device=decoder.device, attention=attention
     )
 
 

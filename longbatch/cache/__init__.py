@@ -2,5 +2,6 @@
 
 from longbatch.cache.kv import KVCache
 from longbatch.cache.pages import PAGE_TOKENS, PagePool
+from longbatch.cache.writes import Blocks, Stretch, Writes
 
-__all__ = ["PAGE_TOKENS", "KVCache", "PagePool"]
+__all__ = ["PAGE_TOKENS", "Blocks", "KVCache", "PagePool", "Stretch", "Writes"]

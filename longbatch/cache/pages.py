@@ -19,11 +19,14 @@ class PagePool:
 
     A request gets consecutive pages where a long enough gap exists, because a run of consecutive pages can be
     read without gathering. Pages are shared by `retain`; a page returns to the pool when its last holder
-    releases it.
+    releases it. Open blocks, where the pages' format needs them, are handed out one by one: to each sequence that
+    decodes, from its first page to its last.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_open: int = 0) -> None:
         self.num_pages = num_pages
+        self.num_open = num_open
+        self._free_open = list(reversed(range(num_open)))
         self._holders = np.zeros(num_pages, dtype=np.int32)
         self._num_free = num_pages
         self._cursor = 0
@@ -48,6 +51,25 @@ class PagePool:
         self._holders[pages] = 1
         self._num_free -= count
         return pages
+
+    @property
+    def num_free_open(self) -> int:
+        """Open blocks that nobody holds."""
+        return len(self._free_open)
+
+    def take_open(self) -> int | None:
+        """Take an open block; None where the format has none. Raises MemoryError if all are taken."""
+        if not self.num_open:
+            return None
+        if not self._free_open:
+            raise MemoryError(f"all {self.num_open} open blocks are taken")
+        return self._free_open.pop()
+
+    def give_open(self, block: int) -> None:
+        """Give an open block back. Raises ValueError if nobody holds it."""
+        if not 0 <= block < self.num_open or block in self._free_open:
+            raise ValueError("an open block was given back that nobody holds")
+        self._free_open.append(block)
 
     def retain(self, pages: Sequence[int] | np.ndarray) -> None:
         """Add a holder to each of some distinct pages. Raises ValueError if nobody holds one of them."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from longbatch.config.kv_formats import KV_DTYPES
 from longbatch.errors import UsageError
 from longbatch.sparsity import PatternSpec
 
@@ -172,6 +173,12 @@ class Settings:
     only: str | None = _setting(None, "run only the row with this id, even if it is finished")
     max_wave_seconds: float = _setting(300.0, "longest planned time of a wave of rows, in seconds", minimum=0.001)
     wave_tokens: int | None = _setting(None, "most tokens of a wave; from the device's memory if unset", minimum=64)
+    kv_dtype: str = _setting(
+        "auto",
+        "number format of stored K/V: auto is the dtype; bf16; fp8 holds about twice as many tokens as bf16",
+        output_changing=True,
+        choices=KV_DTYPES,
+    )
     kv_tokens: int | None = _setting(None, "tokens of K/V cache; from the device's memory if unset", minimum=64)
     decode_batch: int | None = _setting(None, "most rows decoded together; from the device if unset", minimum=1)
     allow_failures: str = _setting(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longbatch.attention import DecodeStep, decode_attention
-from longbatch.cache import PAGE_TOKENS, KVCache
+from longbatch.cache import PAGE_TOKENS, Blocks, KVCache, Writes
 from longbatch.engine.prefill import RopeTable
 from longbatch.engine.sequence import Sequence
 from longbatch.models.decoder import Decoder
@@ -69,13 +69,13 @@ class DecodeBatch:
             self._positions += 1
         step = self._step()
         model, positions = self._model, self._positions
-        slots = self._slots()
+        writes = self._writes()
         x = model.embed(self._tokens)
         ropes = RopeTable(model, positions, self._rope_lengths)
         for index, layer in enumerate(model.layers):
             spec = layer.spec
             q, k, v = layer.qkv(layer.norm(x), ropes.of(layer))
-            self._cache.write(index, slots, k, v)
+            self._cache.write(index, writes, k, v)
             attention = decode_attention(
                 q,
                 self._cache,
@@ -102,15 +102,34 @@ class DecodeBatch:
         for b, pages in enumerate(held):
             table[b, : len(pages)] = pages
         self._table = torch.from_numpy(table).to(device)
+        self._open: tuple[int, ...] | None = None
+        if self._cache.kv.has_open:
+            self._open = tuple(s.open_block for s in self.sequences if s.open_block is not None)
+            assert len(self._open) == len(self.sequences)
+            self._open_blocks = torch.tensor(self._open, dtype=torch.int32, device=device)
         self._dirty = False
 
-    def _slots(self) -> Tensor:
-        """Slot of each sequence's newest token: int64 [B]."""
-        pages = self._table.gather(1, (self._positions // PAGE_TOKENS)[:, None])[:, 0].long()
-        return pages * PAGE_TOKENS + self._positions % PAGE_TOKENS
+    def _writes(self) -> Writes:
+        """Where each sequence's newest token goes, and which open blocks it fills."""
+        blocks = self._table.gather(1, (self._positions // PAGE_TOKENS)[:, None])[:, 0]
+        if self._open is None:
+            return Writes(blocks.long() * PAGE_TOKENS + self._positions % PAGE_TOKENS)
+        slots = self._open_blocks.long() * PAGE_TOKENS + self._positions % PAGE_TOKENS
+        full = [b for b, s in enumerate(self.sequences) if (s.num_cached + 1) % PAGE_TOKENS == 0]
+        if not full:
+            return Writes(slots)
+        index = torch.tensor(full, device=self._cache.device)
+        return Writes(slots, filled=Blocks(self._open_blocks[index].long() * PAGE_TOKENS, blocks[index].long()))
 
     def _step(self) -> DecodeStep:
         lengths = tuple(s.num_cached + 1 for s in self.sequences)
         if self._cache.device.type != "cuda":
-            return DecodeStep(self._tables, lengths)
-        return DecodeStep(self._tables, lengths, self._table, (self._positions + 1).to(torch.int32))
+            return DecodeStep(self._tables, lengths, open_blocks=self._open)
+        return DecodeStep(
+            self._tables,
+            lengths,
+            self._table,
+            (self._positions + 1).to(torch.int32),
+            self._open,
+            None if self._open is None else self._open_blocks,
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 
 import torch
 
@@ -298,9 +299,8 @@ class Engine:
             first.result.notes.append(f"resumed at token {start:,}")
         device = self.cache.device
         layers = None if self.attention is None else self.attention.layers
-        for packed in pack(
-            families, step_tokens=step_tokens, tile_rows=tile_rows, device=device, start=start, attention=layers
-        ):
+        steps = partial(pack, families, step_tokens=step_tokens, tile_rows=tile_rows, device=device)
+        for packed in steps(start=start, attention=layers, whole_pages=self.cache.kv.has_open):
             self._ask()
             reads = [(branch.owner.reader, low, high) for branch, low, high in packed.reads]
             deliver(self.model, prefill(self.model, self.cache, packed.step), reads)

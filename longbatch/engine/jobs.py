@@ -161,29 +161,30 @@ def _density(executed: Executed | None) -> float:
 
 def family_of(sequence: Sequence, model: Decoder, pool: PagePool) -> Family[Owner]:
     """The tokens of a row as trunk and branches, with its pages taken from the pool where it needs some."""
-    pages = sequence.pages = pool.allocate(sequence.num_pages) if sequence.num_pages else None
+    pages = sequence.take(pool)
     if sequence.request.task.branches:
         return _label_family(sequence, pages)
     rope_length = len(sequence.prompt.ids) + sequence.max_tokens + sequence.prompt.reserved
     owner = Owner(sequence, _reader(sequence, model))
-    return Family([Branch(owner, sequence.prompt.ids, _reads(sequence), rope_length, pages)])
+    reads, open_block = _reads(sequence), sequence.open_block
+    return Family([Branch(owner, sequence.prompt.ids, reads, rope_length, pages, open_block=open_block)])
 
 
 def shared_family(sequences: list[Sequence], trunk: int, pool: PagePool) -> Family[Owner]:
     """Rows that generate from prompts whose first `trunk` tokens (whole pages) are equal."""
     first = sequences[0]
-    first.pages = pool.allocate(first.num_pages)
-    shared = first.pages[: trunk // PAGE_TOKENS]
+    pages = first.take(pool)
+    assert pages is not None
+    shared = pages[: trunk // PAGE_TOKENS]
     branches = []
     for sequence in sequences:
         if sequence is not first:
-            own = pool.allocate(sequence.num_pages - len(shared))
-            pool.retain(shared)
-            sequence.pages = np.concatenate([shared, own])
+            sequence.take(pool, shared)
             sequence.result.usage.cached_tokens = trunk
         ids, owner = sequence.prompt.ids, Owner(sequence, LastReader())
         rope_length = len(ids) + sequence.max_tokens
-        branches.append(Branch(owner, ids[trunk:], _reads(sequence), rope_length, sequence.pages))
+        reads, open_block = _reads(sequence), sequence.open_block
+        branches.append(Branch(owner, ids[trunk:], reads, rope_length, sequence.pages, open_block=open_block))
     return Family(branches, first.prompt.ids[:trunk], shared)
 
 

@@ -52,6 +52,7 @@ class LayerAttention:
         self._queries, self._only_reads = queries, only_reads
         self._patterns = None if step.attention is None else step.attention[index]
         self._selected: _Selected | None = None
+        self._converted: tuple[Extent, Tensor, Tensor] | None = None
 
     def tile(self, q: Tensor, tile: Tile) -> Tensor:
         """Attention of a tile's queries [n, H, D], piece by piece: [n, H, D]."""
@@ -95,22 +96,36 @@ class LayerAttention:
         return _Selected(patterns.select(q, k, v, q_offset=offset, rows=(rows[0], segment.stop), counted=rows), k, v)
 
     def _whole(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """K and V of positions 0..stop-1. The segment's own are in its pages too where an earlier chunk's are."""
-        if len(segment.context) == 1:
+        """K and V of positions 0..stop-1. The segment's own are in its pages too where an earlier chunk's are; but what
+        is read there may be rounded."""
+        if len(segment.context) == 1 and self._cache.is_exact:
             pages = segment.context[0].pages
             if pages is not None and len(pages) * PAGE_TOKENS >= segment.stop:
                 return self._cache.read(self._index, pages, 0, segment.stop)
         parts = [self._read(extent, extent.start, extent.stop) for extent in segment.extents]
+        # Nobody asks for what was converted again: it is in what is returned.
+        self._converted = None
         if len(parts) == 1:
             return parts[0]
         return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
     def _read(self, extent: Extent, start: int, stop: int) -> tuple[Tensor, Tensor]:
         if extent.base is None:
-            assert extent.pages is not None
-            return self._cache.read(self._index, extent.pages, start, stop)
+            return self._from_pages(extent, start, stop)
         low = extent.base + start - extent.start
         return self._keys[low : low + stop - start], self._values[low : low + stop - start]
+
+    def _from_pages(self, extent: Extent, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """From the cache. What has to be converted is converted once for all tiles, the whole extent, and kept until
+        another extent is asked for; of a layer with a window, only what is asked for."""
+        assert extent.pages is not None
+        if self._cache.is_exact or self._layer.spec.window is not None:
+            return self._cache.read(self._index, extent.pages, start, stop)
+        if self._converted is None or self._converted[0] is not extent:
+            self._converted = None
+            self._converted = (extent, *self._cache.read(self._index, extent.pages, extent.start, extent.stop))
+        _, k, v = self._converted
+        return k[start - extent.start : stop - extent.start], v[start - extent.start : stop - extent.start]
 
     def _dense(self, q: Tensor, piece: Piece) -> Tensor:
         """In float32 keys are summed up tile by tile, so that chunks and shared beginnings, which end at tiles, change

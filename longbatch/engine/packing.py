@@ -7,6 +7,7 @@ or a single branch without a trunk. The trunk runs once; the branches attend to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -15,8 +16,7 @@ import numpy as np
 import torch
 
 from longbatch.attention import Executed, Extent, Segment, SparseLayer, Step
-from longbatch.cache.kv import slots_of
-from longbatch.cache.pages import PAGE_TOKENS
+from longbatch.cache import PAGE_TOKENS, Stretch, Writes
 
 Owner = TypeVar("Owner")
 
@@ -27,7 +27,7 @@ class Branch(Generic[Owner]):
 
     ids: int32 [n]. reads: half-open ranges of sequence positions (trunk included) whose hidden state is wanted.
     pages: block table over the whole sequence, trunk included, or None when K/V need not outlive the step. executed:
-    as in `Segment`.
+    as in `Segment`. open_block: as in `Stretch`.
     """
 
     owner: Owner
@@ -36,6 +36,7 @@ class Branch(Generic[Owner]):
     rope_length: int
     pages: np.ndarray | None = None
     executed: Executed | None = None
+    open_block: int | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class _Run(Generic[Owner]):
     rope_length: int
     parent: _Run[Owner] | None
     executed: Executed | None
+    open_block: int | None = None
     placed: list[Extent] = field(default_factory=list)
 
 
@@ -88,18 +90,21 @@ def pack(
     device: torch.device,
     start: int = 0,
     attention: tuple[SparseLayer | None, ...] | None = None,
+    whole_pages: bool = False,
 ) -> Iterator[PackedStep[Owner]]:
     """Lay out families in order. Each step must be run before the next is drawn.
 
     start: tokens of the first family's beginning whose K/V lie in its pages already; at least one more follows them.
-    attention: the patterns of each layer, for the families that run sparse.
+    attention: the patterns of each layer, for the families that run sparse. whole_pages: whether K/V are stored in
+    whole pages only; chunks then end at page boundaries too.
     Raises ValueError if the tokens need more than one step and some family has no pages.
     """
     runs = list(_runs(families))
     many = sum(len(run.ids) for run in runs) > step_tokens
     if many and any(run.pages is None for run in runs):
         raise ValueError("several steps need pages for every token")
-    step_tokens = max(tile_rows, step_tokens // tile_rows * tile_rows) if many else step_tokens
+    unit = math.lcm(tile_rows, PAGE_TOKENS) if whole_pages else tile_rows
+    step_tokens = max(unit, step_tokens // unit * unit) if many else step_tokens
     pending: list[tuple[_Run[Owner], int, int]] = []
     filled = 0
     if start:
@@ -110,9 +115,9 @@ def pack(
             stop = min(len(run.ids), start + room)
             if stop < len(run.ids):
                 # Chunks end at tile boundaries of the sequence, so that a chunked row runs in the same pieces.
-                stop = (run.offset + stop) // tile_rows * tile_rows - run.offset
+                stop = (run.offset + stop) // unit * unit - run.offset
             if stop <= start:
-                yield _build(pending, tile_rows, device, attention)
+                yield _build(pending, tile_rows, device, attention, whole_pages)
                 pending, filled = [], 0
                 continue
             pending.append((run, start, stop))
@@ -120,7 +125,7 @@ def pack(
             start = stop
         start = 0
     if pending:
-        yield _build(pending, tile_rows, device, attention)
+        yield _build(pending, tile_rows, device, attention, whole_pages)
 
 
 def _runs(families: Sequence[Family[Owner]]) -> Iterator[_Run[Owner]]:
@@ -132,7 +137,8 @@ def _runs(families: Sequence[Family[Owner]]) -> Iterator[_Run[Owner]]:
             yield trunk
         for branch in family.branches:
             offset = len(family.trunk)
-            yield _Run(branch.ids, offset, branch.pages, branch, branch.rope_length, trunk, branch.executed)
+            rope_length, executed = branch.rope_length, branch.executed
+            yield _Run(branch.ids, offset, branch.pages, branch, rope_length, trunk, executed, branch.open_block)
 
 
 def _build(
@@ -140,13 +146,13 @@ def _build(
     tile_rows: int,
     device: torch.device,
     attention: tuple[SparseLayer | None, ...] | None,
+    whole_pages: bool,
 ) -> PackedStep[Owner]:
     """One step of the pending parts; their runs then know these tokens as lying in pages."""
     segments: list[Segment] = []
     reads: list[tuple[Branch[Owner], int, int]] = []
     ids: list[np.ndarray] = []
-    slots: list[np.ndarray] = []
-    kept: list[np.ndarray] = []
+    kept: list[Stretch] = []
     base = 0
     bases: dict[int, list[Extent]] = {}
     for run, start, stop in pending:
@@ -164,14 +170,12 @@ def _build(
         bases.setdefault(id(run), []).append(Extent(low, high, base=base))
         ids.append(run.ids[start:stop])
         if run.pages is not None:
-            slots.append(slots_of(run.pages, low, high))
-            kept.append(np.arange(base, base + stop - start))
+            kept.append(Stretch(base, low, high, run.pages, run.open_block))
         base += stop - start
     step = Step.build(
         np.concatenate(ids),
         segments,
-        np.concatenate(slots) if slots else None,
-        np.concatenate(kept) if kept else None,
+        Writes.of(kept, base, device, has_open=whole_pages),
         tile_rows=tile_rows,
         device=device,
         attention=attention,

@@ -19,7 +19,7 @@ from longbatch.models.rope import RopeValues
 
 @torch.inference_mode()
 def prefill(model: Decoder, cache: KVCache, step: Step) -> Tensor:
-    """Run a step; K/V go to the step's slots. Returns hidden states [R, hidden] of the positions read, in the
+    """Run a step; K/V go where the step says. Returns hidden states [R, hidden] of the positions read, in the
     order of segments and positions, before the final norm."""
     x = model.embed(step.ids)
     ropes = RopeTable(model, step.positions, step.rope_lengths)
@@ -99,6 +99,5 @@ def _keys_and_values(layer: Layer, x: Tensor, ropes: RopeTable, step: Step) -> t
 
 
 def _store(cache: KVCache, index: int, step: Step, k: Tensor, v: Tensor) -> None:
-    if step.slots is not None:
-        rows = step.kept_rows
-        cache.write(index, step.slots, k if rows is None else k[rows], v if rows is None else v[rows])
+    if step.writes is not None:
+        cache.write(index, step.writes, k, v)

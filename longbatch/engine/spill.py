@@ -2,9 +2,10 @@
 
     FOLDER/<key digest>-<content fingerprint>/chunk-<n>.safetensors
 
-A file holds K and V of positions start..stop-1 of every layer and what the row's reader has made of the positions
-before `stop`. Its header says what the numbers belong to; its last tensor is the checksum of everything before it. A
-file that is torn, damaged or another row's is removed, and the row goes on from the last chunk before it.
+A file holds K and V of positions start..stop-1 of every layer, as they are stored, and what the row's reader has made
+of the positions before `stop`. Its header says what the numbers belong to; its last tensor is the checksum of all
+that comes before. A file that is torn, damaged or another row's is removed, and the row goes on from the last chunk
+before it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from torch import Tensor
 
 from longbatch.attention import Step
 from longbatch.cache import KVCache
-from longbatch.cache.kv import slots_of
 from longbatch.core import Request, Result
 from longbatch.engine.jobs import Owner
 from longbatch.engine.packing import Family
@@ -43,6 +43,7 @@ _DTYPES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int64: "I64",
+    torch.uint8: "U8",
 }
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class SpilledRow:
             "format": _FORMAT,
             "model": model,
             "content": _content(family),
-            "dtype": str(cache.keys[0].dtype),
+            "dtype": str(cache.dtype),
+            "kv": cache.kv.name,
         }
         self._num_chunks = self._position = 0
         self._failed = False
@@ -136,21 +138,17 @@ class SpilledRow:
     def _write(self, file: ChecksummedFile, stop: int) -> None:
         """One layer at a time, so that a chunk is never in memory twice."""
         state = {} if self._reader is None else self._reader.state()
-        length = stop - self._position
-        entries = [
-            (f"{kind}.{layer}", pool.dtype, (length, *pool.shape[1:]))
-            for kind, pools in (("key", self._cache.keys), ("value", self._cache.values))
-            for layer, pool in enumerate(pools)
-        ]
+        assert self._pages is not None
+        layers, where = range(len(self._cache.keys)), (self._pages, self._position, stop)
+        entries = [entry for layer in layers for entry in self._cache.described(layer, *where)]
         entries += [(_READER + name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()]
         facts = {"start": str(self._position), "stop": str(stop)}
         if self._executed is not None:
             facts |= {"selected": repr(float(self._executed.selected)), "causal": repr(self._executed.causal)}
         file.write(_header(entries, {**self._owner, **facts}))
-        assert self._pages is not None
-        for values in (False, True):
-            for layer in range(len(self._cache.keys)):
-                file.write(_bytes(self._cache.read(layer, self._pages, self._position, stop)[values]))
+        for layer in layers:
+            for tensor in self._cache.stored(layer, *where).values():
+                file.write(_bytes(tensor))
         for tensor in state.values():
             if tensor.numel():
                 file.write(_bytes(tensor))
@@ -169,10 +167,10 @@ class SpilledRow:
                     return False
                 names = set(file.keys())
                 assert self._pages is not None
-                slots = torch.from_numpy(slots_of(self._pages, start, stop)).to(self._cache.device)
                 for layer in range(len(self._cache.keys)):
-                    k, v = (file.get_tensor(f"{kind}.{layer}").to(self._cache.device) for kind in ("key", "value"))
-                    self._cache.write(layer, slots, k, v)
+                    described = self._cache.described(layer, self._pages, start, stop)
+                    tensors = {name: file.get_tensor(name) for name, _, _ in described}
+                    self._cache.restore(layer, self._pages, start, stop, tensors)
                 if self._reader is not None:
                     tensors = {n.removeprefix(_READER): file.get_tensor(n) for n in names if n.startswith(_READER)}
                     self._reader.restore(tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longbatch.config.kv_formats import KVFormat
 from longbatch.errors import DeviceError
 from longbatch.models.spec import ModelSpec
 
@@ -61,11 +62,17 @@ class Budget:
         return sum(num_bytes for _, num_bytes in self.parts)
 
 
+def entry_bytes(spec: ModelSpec, kv: KVFormat) -> float:
+    """Bytes of one stored number of K or V, with its share of what a format keeps beside them."""
+    heads = sum(stream.heads for layer in spec.layers for stream in layer.streams)
+    return kv.entry_bytes + kv.block_bytes * heads / (PAGE_TOKENS * spec.kv_entries_per_token)
+
+
 def budget(
     spec: ModelSpec,
     device_memory_bytes: int,
     weight_bytes_per_param: float,
-    kv_bytes: float,
+    kv: KVFormat,
     on_gpu: bool,
     *,
     wave_tokens: int | None = None,
@@ -73,14 +80,15 @@ def budget(
     weight_bytes: int | None = None,
     slot_bytes: int = 0,
     sparse_heads: int = 0,
+    decode_rows: int = 0,
 ) -> Budget:
     """Share out a device's memory.
 
-    kv_bytes: bytes of one cache entry. wave_tokens, kv_tokens: fixed by the user, else chosen. weight_bytes: of all
-    weights that stay there, where some are quantized or elsewhere, else as many per parameter. slot_bytes: of two
-    layers, where those of others take turns in them. sparse_heads: query heads of a layer where
-    some rows are prefilled sparse, else 0. Raises DeviceError where the weights leave no room for even a short prompt,
-    or a fixed size does not fit.
+    kv: how K/V are stored. wave_tokens, kv_tokens: fixed by the user, else chosen. weight_bytes: of all weights that
+    stay there, where some are quantized or elsewhere, else as many per parameter. slot_bytes: of two layers, where
+    those of others take turns in them. sparse_heads: query heads of a layer where some rows are prefilled sparse, else
+    0. decode_rows: most sequences that decode at once, each with an open block where the format has them. Raises
+    DeviceError where the weights leave no room for even a short prompt, or a fixed size does not fit.
     """
     activation_bytes = max(2.0, weight_bytes_per_param)
     if on_gpu:
@@ -93,14 +101,24 @@ def budget(
     tile = int(tile_tokens * _tile_numbers(spec) * activation_bytes)
     logits = 2 * max(_LOGIT_BYTES, 4 * spec.vocab_size)
     wave_bytes = int(_wave_numbers(spec) * activation_bytes) + _rope_bytes(spec)
-    page_bytes = int(PAGE_TOKENS * spec.kv_entries_per_token * kv_bytes)
-    free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits
+    page_bytes = int(PAGE_TOKENS * spec.kv_entries_per_token * entry_bytes(spec, kv))
+    open_blocks = 0
+    if kv.has_open:
+        open_blocks = int(decode_rows * PAGE_TOKENS * spec.kv_entries_per_token * activation_bytes)
+    free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits - open_blocks
     selection = 0
     if sparse_heads:
         longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS)
         selection = _GPU_SELECTION_BYTES + _SELECTION_KEY_BYTES * sparse_heads * longest
         selection = selection if on_gpu else _CPU_SELECTION_BYTES
         free -= selection
+    history = 0
+    if kv.entry_bytes < activation_bytes:
+        # Before the keys of earlier chunks are attended to, one layer's are converted, and for sparse rows joined with
+        # the chunk's own.
+        longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS, kv_tokens or spec.max_length)
+        history = int((2 if sparse_heads else 1) * longest * _layer_entries(spec) * activation_bytes)
+        free -= history
     if free < PAGE_TOKENS * wave_bytes + page_bytes:
         needed = device_memory_bytes - free + PAGE_TOKENS * wave_bytes + page_bytes
         raise DeviceError(
@@ -128,6 +146,8 @@ def budget(
         ("weights", weights),
         *((("two layers", slot_bytes),) if slot_bytes else ()),
         ("K/V pages", num_pages * page_bytes),
+        *((("open K/V blocks", open_blocks),) if open_blocks else ()),
+        *((("converted K/V", history),) if history else ()),
         ("wave", wave_tokens * wave_bytes),
         ("tile", tile),
         ("logits", logits),
@@ -139,7 +159,12 @@ def budget(
 
 def _wave_numbers(spec: ModelSpec) -> int:
     """Numbers kept for each token of a wave: hidden state, old and new, and K and V of two layers."""
-    return 2 * spec.hidden_size + 2 * max(sum(s.heads * s.dim for s in layer.streams) for layer in spec.layers)
+    return 2 * spec.hidden_size + 2 * _layer_entries(spec)
+
+
+def _layer_entries(spec: ModelSpec) -> int:
+    """Numbers of K and V for each token in the largest layer."""
+    return max(sum(stream.heads * stream.dim for stream in layer.streams) for layer in spec.layers)
 
 
 def _rope_bytes(spec: ModelSpec) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from longbatch.config.kv_formats import KVFormat
 from longbatch.device import DeviceInfo, cpu_info
 from longbatch.errors import DeviceError
 from longbatch.models.layout import layer_layouts
@@ -67,10 +68,12 @@ def budget_with_weights(
     devices: Sequence[DeviceInfo],
     width: int,
     weights_dtype: str,
+    kv: KVFormat,
     *,
     wave_tokens: int | None = None,
     kv_tokens: int | None = None,
     sparse_heads: int = 0,
+    decode_rows: int = 0,
 ) -> Budget:
     """Share out the memory of each of some devices of one kind, with the weights where they are asked for; for `auto`,
     in the first place where they fit. width: bytes of a number that is not quantized; the rest: as for `budget`.
@@ -86,13 +89,14 @@ def budget_with_weights(
             spec,
             memory,
             width,
-            width,
+            kv,
             device.on_gpu,
             wave_tokens=wave_tokens,
             kv_tokens=kv_tokens,
             weight_bytes=place.device_bytes,
             slot_bytes=place.slot_bytes,
             sparse_heads=sparse_heads,
+            decode_rows=decode_rows,
         )
         check_host(place, len(devices), host.memory_bytes, host.free_bytes)
         return replace(shares, weights=place.place, host_bytes=place.host_bytes)

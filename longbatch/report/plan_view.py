@@ -49,6 +49,7 @@ class PlanView:
     model: name or folder. dtype: resolved. num_rows: answers that the manifest asks for. num_finished: answered by
     an earlier run. refusals: rows that cannot run, for whatever reason, those the plan refused included.
     stored: where the plan was saved. price_per_gpu_hour: as the user set it. attention: how the rows will attend.
+    kv_dtype: how K/V are stored, None for in the dtype.
     weights_dtype: of the layers' matrices, auto for dtype. break_even_tokens: of a wave from which streamed layers keep
     up with it, None where none are or it is not known.
     """
@@ -63,6 +64,7 @@ class PlanView:
     stored: Path | None = None
     price_per_gpu_hour: float | None = None
     attention: str = "dense"
+    kv_dtype: str | None = None
     weights_dtype: str = "auto"
     break_even_tokens: int | None = None
 
@@ -79,6 +81,7 @@ class PlanView:
         return {
             "model": self.model,
             "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype or self.dtype,
             "weights_dtype": self.weights_dtype,
             "weights": plan.budget.weights,
             "break_even_tokens": self.break_even_tokens,
@@ -136,6 +139,7 @@ def _facts(view: PlanView) -> Table:
     table = plain_table("", "")
     weights = "" if view.weights_dtype == "auto" else f", weights {view.weights_dtype}"
     table.add_row("model", f"{view.model}, {view.dtype}{weights}")
+    table.add_row("K/V", view.kv_dtype or view.dtype)
     if view.plan.budget.weights != "resident":
         table.add_row("weights", _streaming(view))
     table.add_row("device", view.device.name)

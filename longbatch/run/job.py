@@ -13,6 +13,7 @@ from typing import Any
 
 from longbatch import __version__
 from longbatch.config import Settings
+from longbatch.config.kv_formats import KVFormat, kv_format
 from longbatch.core import Sampling
 from longbatch.device import DeviceInfo, Rates, survey
 from longbatch.errors import UsageError
@@ -22,7 +23,7 @@ from longbatch.models import ModelSpec, model_hash, read_spec
 from longbatch.models.adapter import adapter_hash, read_adapter
 from longbatch.models.parameters import weight_bytes
 from longbatch.output import RunFolder
-from longbatch.plan import Budget, CostModel
+from longbatch.plan import Budget, CostModel, entry_bytes
 from longbatch.plan.cost import products_speed
 from longbatch.plan.weights import budget_with_weights, weights_place
 from longbatch.prompt import PromptBuilder
@@ -31,8 +32,8 @@ from longbatch.run.attention import Device, RunAttention, resolve_attention
 SPOOL = "spool"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Settings whose value is not itself what changes answers: the files of the model and of the adapter are, by their hash,
-# the resolved dtype, and what the settings of attention come to.
-_RESOLVED = ("model", "adapter", "dtype", "weights_dtype", "attention", "profile", "min_sparse_length")
+# the resolved dtype and K/V format, and what the settings of attention come to.
+_RESOLVED = ("model", "adapter", "dtype", "weights_dtype", "kv_dtype", "attention", "profile", "min_sparse_length")
 _VERSIONS = ("torch", "triton", "tokenizers", "numpy", "pyarrow")
 
 
@@ -163,6 +164,16 @@ class Job:
         """The first device; the others are of its kind."""
         return self.devices[0]
 
+    @property
+    def kv(self) -> KVFormat:
+        """How K/V are stored."""
+        return kv_format(self.settings.kv_dtype, self.dtype)
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows that decode at once."""
+        return self.settings.decode_batch or (256 if self.device.on_gpu else 64)
+
     def identity(self) -> dict[str, Any]:
         """Everything that can change an answer: a run folder holds one identity only."""
         chosen = {name: value for name, value in self.settings.identity().items() if name not in _RESOLVED}
@@ -171,6 +182,7 @@ class Job:
             **chosen,
             **self.attention.identity(),
             "dtype": self.dtype,
+            "kv_dtype": None if self.kv.name == self.dtype else self.kv.name,
             # None, as in runs that were started before there was a choice.
             "weights_dtype": None if self.settings.weights_dtype == "auto" else self.settings.weights_dtype,
             "model_hash": self.model_hash,
@@ -218,7 +230,7 @@ class Job:
         place = self._shares().weights
         streamed = weights_place(place, self.spec, width, self.settings.weights_dtype, self.device.on_gpu).layer_bytes
         seconds = streamed / self.rates.host_to_device if self.rates.host_to_device else 0.0
-        return CostModel(self.spec, self.rates, weights, width, sparse, speed, seconds)
+        return CostModel(self.spec, self.rates, weights, entry_bytes(self.spec, self.kv), sparse, speed, seconds)
 
     def _shares(self) -> Budget:
         return budget_with_weights(
@@ -227,9 +239,11 @@ class Job:
             self.devices,
             DTYPE_BYTES[self.dtype],
             self.settings.weights_dtype,
+            self.kv,
             wave_tokens=self.settings.wave_tokens,
             kv_tokens=self.settings.kv_tokens,
             sparse_heads=max(layer.num_heads for layer in self.spec.layers) if self.attention.is_sparse else 0,
+            decode_rows=self.decode_rows,
         )
 
     @property

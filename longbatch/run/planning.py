@@ -157,6 +157,7 @@ def make_plan(settings: Settings, sources: list[str]) -> PlanView:
         stored=None if folder is None else folder.path,
         price_per_gpu_hour=settings.price_per_gpu_hour,
         attention=job.attention.describe(),
+        kv_dtype=job.kv.name,
         weights_dtype=settings.weights_dtype,
         break_even_tokens=job.cost().break_even_tokens,
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from longbatch import __version__
 from longbatch.config import Settings
+from longbatch.config.kv_formats import plain_format
 from longbatch.core import TASKS, Fault, Request
 from longbatch.device import DeviceInfo, default_dtype, detect
 from longbatch.errors import InterruptedRun, ManifestError, RowError, UsageError
@@ -324,7 +325,8 @@ def _searched(
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    weights = budget_with_weights(settings.weights, read_spec(model_dir), [info], DTYPE_BYTES[dtype], "auto").weights
+    spec, kv = read_spec(model_dir), plain_format(dtype)
+    weights = budget_with_weights(settings.weights, spec, [info], DTYPE_BYTES[dtype], "auto", kv).weights
     model = load(model_dir, getattr(torch, dtype), torch.device(info.torch_name), weights=weights)
     progress = _Progress(len(model.layers), say)
     search = Search(model, documents, goal.tolerance, rates, state, progress.trial, measure=goal.measure)

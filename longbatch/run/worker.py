@@ -250,11 +250,12 @@ def _load(job: Job, setup: WorkerSetup) -> Engine:
     device, dtype = torch.device(setup.device.torch_name), getattr(torch, job.dtype)
     model = load(job.model_dir, dtype, device, settings.weights_dtype, settings.adapter, budget.weights)
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in job.spec.layers]
-    cache = KVCache(shapes, budget.kv_tokens // PAGE_TOKENS, dtype=dtype, device=device)
+    num_pages = budget.kv_tokens // PAGE_TOKENS
+    cache = KVCache(shapes, num_pages, dtype=dtype, device=device, kv=job.kv, num_open=job.decode_rows)
     limits = EngineLimits(
         step_tokens=budget.wave_tokens,
         tile_rows=budget.tile_tokens,
-        decode_rows=settings.decode_batch or (256 if setup.device.on_gpu else 64),
+        decode_rows=job.decode_rows,
         max_tokens=settings.max_tokens,
         run_seed=settings.seed,
         row_seconds=settings.row_timeout,
