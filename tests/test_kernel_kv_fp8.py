@@ -77,12 +77,13 @@ def test_what_is_not_finite_stays_so(value: float, quantize: object) -> None:
 def test_the_kernel_stores_the_same_bits(dtype: torch.dtype, num_kv: int, dim: int) -> None:
     x = torch.randn(300, num_kv, dim, device=DEVICE) * torch.logspace(-6, 3, 300, device=DEVICE)[:, None, None]
     x = (x * torch.logspace(0, -8, dim, device=DEVICE)).to(dtype)
-    rows, pages = [0, 64, 130, 236], [3, 0, 7, 2]
+    rows, pages = [0, 64, 5, 130, 236], [3, 0, -1, 7, 2]
     expected = stored_by(kv_fp8.quantize_ref, x, rows, pages)
     found = stored_by(kv_fp8.quantize_by_kernel, x, rows, pages)
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[0], expected[0])
     assert len(found[0].unique()) > 100
+    assert (found[0][8 * 64 :] == 0xAB).all(), "a page below 0 is none"
 
 
 def test_the_kernel_rounds_every_number_as_torch_does() -> None:

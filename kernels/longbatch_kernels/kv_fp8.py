@@ -39,9 +39,11 @@ def tensors(
 
 
 def quantize_ref(x: Tensor, rows: Tensor, pool: tuple[Tensor, ...], pages: Tensor) -> None:
-    """Store blocks of 64 tokens of x, the i-th from row rows[i] on, as pages[i]; both int64 [P]."""
+    """Store blocks of 64 tokens of x, the i-th from row rows[i] on, as pages[i]; both int64 [P]. A page below 0 stands
+    for no block."""
     data, scales = pool
     blocks = data.view(-1, PAGE_TOKENS, *data.shape[1:])
+    rows, pages = rows[pages >= 0], pages[pages >= 0]
     offsets = torch.arange(PAGE_TOKENS, device=x.device)
     for some_rows, some in zip(rows.split(_SOME), pages.split(_SOME), strict=True):
         taken = x[some_rows[:, None] + offsets].float()  # [P, 64, Hkv, D]
@@ -106,6 +108,8 @@ if triton is not None:
         m_d = (o_d < HEAD_DIM)[None, :]
         row = tl.load(rows + i_p)
         page = tl.load(pages + i_p)
+        if page < 0:
+            return
         # [64, BLOCK_D]
         p_x = x + (row + o_n)[:, None].to(tl.int64) * stride_x + i_kv * HEAD_DIM + o_d[None, :]
         b_x = tl.load(p_x, mask=m_d, other=0.0).to(tl.float32)

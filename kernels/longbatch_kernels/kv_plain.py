@@ -29,7 +29,7 @@ def tensors(
 
 
 def quantize_ref(x: Tensor, rows: Tensor, pool: tuple[Tensor, ...], pages: Tensor) -> None:
-    """Store blocks of 64 tokens of x, the i-th from row rows[i] on, as pages[i]; both int64 [P]."""
+    """Store blocks of 64 tokens of x, the i-th from row rows[i] on, as pages[i] >= 0; both int64 [P]."""
     offsets = torch.arange(PAGE_TOKENS, device=x.device)
     taken = x[(rows[:, None] + offsets).flatten()]
     pool[0][(pages[:, None] * PAGE_TOKENS + offsets).flatten()] = taken.to(pool[0].dtype)

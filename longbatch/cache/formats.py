@@ -25,7 +25,8 @@ class PageFormat(Protocol):
         """Shape and type of each tensor of a pool."""
 
     def quantize(self, x: Tensor, rows: Tensor, pool: Pool, pages: Tensor) -> None:
-        """Store 64 rows of x [T, Hkv, D] from rows[i] on as pages[i]; both int64 [P]."""
+        """Store 64 rows of x [T, Hkv, D] from rows[i] on as pages[i]; both int64 [P]. Formats that store only whole
+        pages skip the pages below 0."""
 
     def dequantize_ref(self, pool: Pool, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """The tokens of some pages, int64 [P]: [P * 64, Hkv, D]."""
