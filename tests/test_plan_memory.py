@@ -78,7 +78,9 @@ def test_a_cpu_leaves_memory_to_others() -> None:
 
 def test_a_mixture_needs_a_tile_for_its_chosen_experts() -> None:
     moe = MoeSpec(128, 8, 768, "softmax_then_topk", True, "swiglu")
-    dense, sparse = replace(LAYER, intermediate_size=768), replace(LAYER, intermediate_size=0, moe=moe)
+    # With few heads, so that attention takes less than either.
+    layer = replace(LAYER, num_heads=3, num_kv_heads=1, intermediate_size=768)
+    dense, sparse = layer, replace(layer, intermediate_size=0, moe=moe)
     small, large = (
         dict(budget(replace(SMALL, layers=(layer,)), 80 * GIB, 2.0, BF16, True).parts)["tile"]
         for layer in (dense, sparse)

@@ -18,8 +18,11 @@ BENCHES = {
     "fidelity": "longbatch.bench.fidelity",
     "job": "longbatch.bench.job",
     "manifest": "longbatch.bench.scale",
+    "memory": "longbatch.bench.memory",
     "prefill": "longbatch.bench.prefill",
     "resume": "longbatch.bench.resume",
+    "soak": "longbatch.bench.soak",
+    "weights": "longbatch.bench.weights",
 }
 
 __all__ = ["BENCHES", "Measurement", "find"]

@@ -1,4 +1,4 @@
-"""A model folder of Llama shapes with random weights, and prompts for it: what the GPU benchmarks run on."""
+"""Model folders of Llama's and Qwen2's shapes with random weights, and prompts: what the GPU benchmarks run on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longbatch.models import describe
+from longbatch.models.parameters import parameters, sources
+
 SHARD_BYTES = 4 << 30
 WEIGHT_STD = 0.02
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Dimensions of a Llama model, by default those of Llama-3.1-8B."""
+    """Dimensions of a Llama model, by default those of Llama-3.1-8B. family: `llama`, or `qwen2`, whose queries, keys
+    and values have biases."""
 
     hidden: int = 4096
     intermediate: int = 14336
@@ -25,12 +36,13 @@ class LlamaShape:
     head_dim: int = 128
     vocab: int = 128_256
     max_length: int = 131_072
+    family: str = "llama"
 
     def config(self) -> dict[str, Any]:
         """config.json as the published model has it, but without an end token, so that every answer is full."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": ["Qwen2ForCausalLM" if self.family == "qwen2" else "LlamaForCausalLM"],
+            "model_type": self.family,
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -40,14 +52,8 @@ class LlamaShape:
             "head_dim": self.head_dim,
             "max_position_embeddings": self.max_length,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
+            "rope_theta": 1e6 if self.family == "qwen2" else 5e5,
+            "rope_scaling": None if self.family == "qwen2" else LLAMA3_SCALING,
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "attention_bias": False,
@@ -81,20 +87,17 @@ class LlamaShape:
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every weight's name and shape, as in the published files."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        for layer in range(self.num_layers):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-            for name, num_outputs in (("q", q), ("k", kv), ("v", kv)):
-                yield f"{prefix}.self_attn.{name}_proj.weight", (num_outputs, self.hidden)
-            yield f"{prefix}.self_attn.o_proj.weight", (self.hidden, q)
-            yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-            yield f"{prefix}.mlp.gate_proj.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.mlp.up_proj.weight", (self.intermediate, self.hidden)
-            yield f"{prefix}.mlp.down_proj.weight", (self.hidden, self.intermediate)
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocab, self.hidden)
+        spec = describe(self.config())
+        return ((part.name, part.shape) for parameter in parameters(spec) for part in sources(parameter, spec))
+
+
+# By name; contexts as long as any benchmark wants.
+SHAPES = {
+    "llama-3.1-8b": LlamaShape(max_length=1 << 21),
+    "qwen2.5-7b": LlamaShape(3584, 18_944, 28, 28, 4, 128, 152_064, 1 << 21, "qwen2"),
+    "qwen2.5-32b": LlamaShape(5120, 27_648, 64, 40, 8, 128, 152_064, 1 << 21, "qwen2"),
+    "smollm2-135m": LlamaShape(576, 1536, 30, 9, 3, 64, 49_152, 1 << 21),
+}
 
 
 def write_model(folder: Path, shape: LlamaShape, device_name: str, seed: int, shard_bytes: int = SHARD_BYTES) -> None:
@@ -106,7 +109,7 @@ def write_model(folder: Path, shape: LlamaShape, device_name: str, seed: int, sh
     generator = torch.Generator(device_name).manual_seed(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
-    (folder / "tokenizer.json").write_text(json.dumps(_word_tokenizer(shape.vocab)))
+    write_tokenizer(folder, shape.vocab)
     shards = _shards(shape, shard_bytes)
     places = {}
     for number, names in enumerate(shards, 1):
@@ -114,13 +117,29 @@ def write_model(folder: Path, shape: LlamaShape, device_name: str, seed: int, sh
         tensors = {}
         for name, size in names.items():
             weight = torch.ones(size, dtype=torch.bfloat16, device=device_name)
-            if len(size) > 1:
+            if not name.endswith("norm.weight"):
                 weight.normal_(0.0, WEIGHT_STD, generator=generator)
             tensors[name] = weight.cpu()
             places[name] = file
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """A tokenizer with one word per id: `w0 w1 ...`."""
+    content: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocab)}, "unk_token": "w0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
 def make_prompts(shape: LlamaShape, num_rows: int, num_tokens: int, seed: int) -> list[list[int]]:
@@ -151,17 +170,3 @@ def _shards(shape: LlamaShape, shard_bytes: int) -> list[dict[str, tuple[int, ..
         shards[-1][name] = size
         filled += num_bytes
     return shards
-
-
-def _word_tokenizer(vocab: int) -> dict[str, Any]:
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(vocab)}, "unk_token": "w0"},
-    }

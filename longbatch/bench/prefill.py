@@ -14,7 +14,6 @@ selections; the last position's hidden state must agree.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from longbatch.bench.llama import LlamaShape
 from longbatch.bench.prefill_workload import workload_layers
 from longbatch.bench.process import say
 from longbatch.bench.report import Measurement
+from longbatch.bench.timing import free_memory, wait_for
 from longbatch.cache import KVCache
 from longbatch.engine.prefill import prefill
 from longbatch.errors import DeviceError
@@ -124,7 +124,7 @@ def compare(model: Model, lengths: Sequence[int], device: torch.device, *, repea
             yield Measurement(case, "density", density, "share", None, None, holds)
             for part, spent in breakdown(decoder, length, shared).items():
                 yield Measurement(case, part, spent, "s", "prefill", spent / seconds, holds)
-            _free(device)
+            free_memory(device)
 
 
 def step_of(length: int, attention: tuple[SparseLayer, ...] | None, decoder: Decoder) -> Step:
@@ -159,10 +159,10 @@ def timed(decoder: Decoder, length: int, shared: bool | None, repeats: int) -> t
     best, density = float("inf"), 1.0
     for _ in range(1 if long else repeats):
         step = step_of(length, attention, decoder)
-        _wait(decoder.device)
+        wait_for(decoder.device)
         begin = time.perf_counter()
         run(decoder, step)
-        _wait(decoder.device)
+        wait_for(decoder.device)
         best = min(best, time.perf_counter() - begin)
         executed = step.segments[0].executed
         assert executed is not None
@@ -175,11 +175,11 @@ def breakdown(decoder: Decoder, length: int, shared: bool | None) -> dict[str, f
     if decoder.device.type != "cuda":
         return {}
     step = step_of(length, attention_of(decoder, length, shared), decoder)
-    _wait(decoder.device)
+    wait_for(decoder.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         begin = time.perf_counter()
         run(decoder, step)
-        _wait(decoder.device)
+        wait_for(decoder.device)
         seconds = time.perf_counter() - begin
     found = {part: 0.0 for part, _ in PARTS} | {"elementwise": 0.0}
     for event in profile.key_averages():
@@ -224,7 +224,7 @@ def _dense_seconds(model: Model, length: int, device: torch.device) -> float:
         decoder = model.decoder(count, device)
         seconds.append(timed(decoder, length, None, 1)[0])
         del decoder
-        _free(device)
+        free_memory(device)
     last, some = seconds
     return last + (some - last) / most * (model.shape.num_layers - 1)
 
@@ -236,15 +236,3 @@ def _shallow(spec: ModelSpec, num_layers: int) -> ModelSpec:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _free(device: torch.device) -> None:
-    """Give back memory that nothing uses, so that lengths don't wear each other down."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

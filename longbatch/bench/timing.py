@@ -1,7 +1,8 @@
-"""Seconds of work on a device: CUDA events on a GPU, a wall clock elsewhere."""
+"""Seconds of work on a device: CUDA events on a GPU, a wall clock elsewhere. And what measuring needs around it."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +28,19 @@ def median_seconds(work: Callable[[], object], device: torch.device, *, repeats:
         end.record()
     torch.cuda.synchronize(device)
     return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1e3
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nothing uses, so that measurements don't wear each other down."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _wall_seconds(work: Callable[[], object]) -> float:

@@ -17,7 +17,10 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="which benchmark; a wrong name lists those there are")],
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="fidelity: model folder or id; the small default model if left out"),
+        typer.Argument(
+            metavar="MODEL",
+            help="fidelity, soak: model folder or id; if left out, the small default model, or a tiny one",
+        ),
     ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="also write the measurements here, as they come")
@@ -25,11 +28,12 @@ def bench(
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="attention, fidelity, prefill: prompt lengths in tokens; K and M multiply by 1,024"
+            metavar="N,...",
+            help="attention, fidelity, prefill, weights: prompt lengths in tokens; K and M multiply by 1,024",
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="attention, fidelity, prefill: fewer and shorter cases")
+        bool, typer.Option("--quick", help="attention, fidelity, memory, prefill, weights: fewer and shorter cases")
     ] = False,
     rivals: Annotated[
         Path | None, typer.Option(metavar="DIR", help="attention: folder with copies of MInference and FlexPrefill")
@@ -48,8 +52,20 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(metavar="auto|bfloat16|float16|float32", help="fidelity: as of run")
     ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="weights: of which model; a wrong name lists those there are")
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=4, help="weights: first layers of the model; all that fit if left out"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="weights: put a timeline here, in the format of Chrome's tracing"),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(metavar="N", min=700, help="soak: rows; 10,000 if left out")] = None,
 ) -> ExitCode:
-    """Measure speed and fidelity against a rival or a limit. Both in the same run, with the results checked."""
+    """Measure speed, memory and fidelity against a rival or a limit, in the same run, with the results checked."""
     from longbatch.bench import find
     from longbatch.bench.report import recorded
 
@@ -62,6 +78,10 @@ def bench(
         "documents": documents,
         "picture": picture,
         "dtype": dtype,
+        "shape": shape,
+        "layers": layers,
+        "trace": trace,
+        "rows": rows,
     }
     measure = find(name)
     measurements = recorded(name, measure(**_accepted(name, measure, given)), json)

@@ -124,7 +124,12 @@ def products_speed(weights_dtype: str, dtype: str, capability: tuple[int, int]) 
     Chips that multiply e4m3 numbers do twice as many a second as bfloat16's by their data sheets; the rate is not
     measured. Others multiply them widened, which is counted at the full rate, though widening takes time too.
     """
-    return 2.0 if weights_dtype == "fp8" and dtype == "bfloat16" and capability >= (8, 9) else 1.0
+    return 2.0 if weights_dtype == "fp8" and dtype == "bfloat16" and multiplies_fp8(capability) else 1.0
+
+
+def multiplies_fp8(capability: tuple[int, int]) -> bool:
+    """Whether a chip multiplies e4m3 numbers. capability: of CUDA, (0, 0) for a CPU."""
+    return capability >= (8, 9)
 
 
 def _causal_pairs(length: np.ndarray, window: int | None) -> np.ndarray:

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from longbatch.config.kv_formats import KVFormat
 from longbatch.errors import DeviceError
 from longbatch.models.spec import ModelSpec
+from longbatch.plan import selection_memory
+from longbatch.plan.layer_memory import Formats
+from longbatch.plan.peak import (
+    PAGE_TOKENS,
+    kv_page_bytes,
+    layer_token_bytes,
+    logit_bytes,
+    open_block_bytes,
+    step_token_bytes,
+    tile_bytes,
+)
 
-PAGE_TOKENS = 64
 GIB = 2**30
 
 # What a process needs beside its tensors: CUDA's context and libraries and the allocator's gaps on a GPU; the
@@ -20,20 +30,14 @@ _CPU_RESERVE_SHARE = 0.25
 # Tokens whose Q, attention output and MLP exist at the same time.
 _GPU_TILE_TOKENS = 8192
 _CPU_TILE_TOKENS = 512
-# Logits are float32 and made in tiles of about this size, with as much again for their log-softmax.
-_LOGIT_BYTES = GIB // 4
-# Selections of sparse rows: on a GPU counting them, or sums by sampled queries with what sorts them out and the keys
-# and values gathered for some runs; and for each key and head two float32 scores, what sorts them and a map of what is
-# covered. On a CPU a mask and its bias.
-_GPU_SELECTION_BYTES = 3 * GIB // 2
-_SELECTION_KEY_BYTES = 12
-_CPU_SELECTION_BYTES = GIB // 4
 # A wave this long keeps every matrix product at full speed; more would only take pages from the cache.
 _GPU_WAVE_TOKENS = 262_144
 _CPU_WAVE_TOKENS = 16_384
 _WAVE_SHARE = 0.25
 # A CPU's memory is shared with others, so the cache there stops at what keeps the cores busy.
 _CPU_KV_TOKENS = 65_536
+# Longer prompts than this take more memory for the parts of their attention, in float32, than a budget counts.
+_STATES_TOKENS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,7 @@ class Budget:
 
 def entry_bytes(spec: ModelSpec, kv: KVFormat) -> float:
     """Bytes of one stored number of K or V, with its share of what a format keeps beside them."""
-    heads = sum(stream.heads for layer in spec.layers for stream in layer.streams)
-    return kv.entry_bytes + kv.block_bytes * heads / (PAGE_TOKENS * spec.kv_entries_per_token)
+    return kv_page_bytes(spec, kv) / (PAGE_TOKENS * spec.kv_entries_per_token)
 
 
 def budget(
@@ -81,16 +84,19 @@ def budget(
     slot_bytes: int = 0,
     sparse_heads: int = 0,
     decode_rows: int = 0,
+    weights_dtype: str = "auto",
+    multiplies_fp8: bool = False,
 ) -> Budget:
     """Share out a device's memory.
 
     kv: how K/V are stored. wave_tokens, kv_tokens: fixed by the user, else chosen. weight_bytes: of all weights that
     stay there, where some are quantized or elsewhere, else as many per parameter. slot_bytes: of two layers, where
     those of others take turns in them. sparse_heads: query heads of a layer where some rows are prefilled sparse, else
-    0. decode_rows: most sequences that decode at once, each with an open block where the format has them. Raises
-    DeviceError where the weights leave no room for even a short prompt, or a fixed size does not fit.
+    0. decode_rows: most sequences that decode at once, each with an open block where the format has them.
+    weights_dtype, multiplies_fp8: as in `Formats`. Raises DeviceError where the weights leave no room for even a short
+    prompt, or a fixed size does not fit.
     """
-    activation_bytes = max(2.0, weight_bytes_per_param)
+    formats = Formats(int(max(2.0, weight_bytes_per_param)), weights_dtype, kv, on_gpu, multiplies_fp8)
     if on_gpu:
         reserve = _GPU_RESERVE_BYTES + int(_GPU_RESERVE_SHARE * device_memory_bytes)
         tile_tokens, most_wave_tokens = _GPU_TILE_TOKENS, _GPU_WAVE_TOKENS
@@ -98,26 +104,24 @@ def budget(
         reserve = _CPU_RESERVE_BYTES + int(_CPU_RESERVE_SHARE * device_memory_bytes)
         tile_tokens, most_wave_tokens = _CPU_TILE_TOKENS, _CPU_WAVE_TOKENS
     weights = int(spec.num_parameters * weight_bytes_per_param) if weight_bytes is None else weight_bytes
-    tile = int(tile_tokens * _tile_numbers(spec) * activation_bytes)
-    logits = 2 * max(_LOGIT_BYTES, 4 * spec.vocab_size)
-    wave_bytes = int(_wave_numbers(spec) * activation_bytes) + _rope_bytes(spec)
-    page_bytes = int(PAGE_TOKENS * spec.kv_entries_per_token * entry_bytes(spec, kv))
-    open_blocks = 0
-    if kv.has_open:
-        open_blocks = int(decode_rows * PAGE_TOKENS * spec.kv_entries_per_token * activation_bytes)
+    tile = tile_bytes(spec, formats, tile_tokens, min(spec.max_length, _STATES_TOKENS))
+    logits = logit_bytes(spec.vocab_size, decode_rows)
+    # Every position may be read: then the last hidden states are there beside those before.
+    wave_bytes = step_token_bytes(spec, formats) + spec.hidden_size * formats.width + layer_token_bytes(spec, formats)
+    page_bytes = kv_page_bytes(spec, kv)
+    open_blocks = decode_rows * open_block_bytes(spec, formats)
     free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits - open_blocks
     selection = 0
     if sparse_heads:
         longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS)
-        selection = _GPU_SELECTION_BYTES + _SELECTION_KEY_BYTES * sparse_heads * longest
-        selection = selection if on_gpu else _CPU_SELECTION_BYTES
+        selection = selection_memory.bound(sparse_heads, longest, on_gpu)
         free -= selection
     history = 0
-    if kv.entry_bytes < activation_bytes:
+    if not formats.is_exact:
         # Before the keys of earlier chunks are attended to, one layer's are converted, and for sparse rows joined with
         # the chunk's own.
         longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS, kv_tokens or spec.max_length)
-        history = int((2 if sparse_heads else 1) * longest * _layer_entries(spec) * activation_bytes)
+        history = (2 if sparse_heads else 1) * longest * layer_token_bytes(spec, formats)
         free -= history
     if free < PAGE_TOKENS * wave_bytes + page_bytes:
         needed = device_memory_bytes - free + PAGE_TOKENS * wave_bytes + page_bytes
@@ -155,32 +159,3 @@ def budget(
         ("reserve", reserve),
     )
     return Budget(wave_tokens, num_pages * PAGE_TOKENS, tile_tokens, parts, device_memory_bytes)
-
-
-def _wave_numbers(spec: ModelSpec) -> int:
-    """Numbers kept for each token of a wave: hidden state, old and new, and K and V of two layers."""
-    return 2 * spec.hidden_size + 2 * _layer_entries(spec)
-
-
-def _layer_entries(spec: ModelSpec) -> int:
-    """Numbers of K and V for each token in the largest layer."""
-    return max(sum(stream.heads * stream.dim for stream in layer.streams) for layer in spec.layers)
-
-
-def _rope_bytes(spec: ModelSpec) -> int:
-    """Bytes of each token's float32 cosines and sines, for every kind of rotary embedding."""
-    kinds = {(rope.kind, rope.theta, rope.dim) for layer in spec.layers if (rope := layer.rope) is not None}
-    return sum(8 * dim for _, _, dim in kinds)
-
-
-def _tile_numbers(spec: ModelSpec) -> int:
-    """Numbers that exist at once for each token of a tile, in the largest layer."""
-    largest = 0
-    for layer in spec.layers:
-        attention = 3 * layer.num_heads * layer.head_dim
-        if layer.moe is None:
-            mlp = 3 * layer.intermediate_size
-        else:
-            mlp = layer.moe.experts_per_token * (3 * layer.moe.intermediate_size + spec.hidden_size)
-        largest = max(largest, 3 * spec.hidden_size + max(attention, mlp))
-    return largest

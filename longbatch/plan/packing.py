@@ -15,7 +15,8 @@ from longbatch.core import RowSize
 from longbatch.errors import RowError
 from longbatch.models.spec import ModelSpec
 from longbatch.plan.cost import CostModel
-from longbatch.plan.memory import GIB, PAGE_TOKENS, Budget
+from longbatch.plan.memory import GIB, Budget
+from longbatch.plan.peak import PAGE_TOKENS
 
 ROW_DTYPE = np.dtype(
     [

@@ -12,6 +12,7 @@ from longbatch.errors import DeviceError
 from longbatch.models.layout import layer_layouts
 from longbatch.models.parameters import weight_bytes
 from longbatch.models.spec import ModelSpec
+from longbatch.plan.cost import multiplies_fp8
 from longbatch.plan.memory import GIB, Budget, budget
 
 # In the order in which `auto` tries them.
@@ -97,6 +98,8 @@ def budget_with_weights(
             slot_bytes=place.slot_bytes,
             sparse_heads=sparse_heads,
             decode_rows=decode_rows,
+            weights_dtype=weights_dtype,
+            multiplies_fp8=multiplies_fp8(device.capability),
         )
         check_host(place, len(devices), host.memory_bytes, host.free_bytes)
         return replace(shares, weights=place.place, host_bytes=place.host_bytes)
