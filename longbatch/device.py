@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longbatch import __version__
 from longbatch.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -175,6 +176,19 @@ def default_dtype(info: DeviceInfo) -> str:
     if not info.on_gpu:
         return "float32"
     return "bfloat16" if info.capability >= (8, 0) else "float16"
+
+
+def kernels_key(info: DeviceInfo, dtype: str, *packages: str) -> str:
+    """What the speed of kernels depends on: device, dtype, and the versions of the packages that bring them."""
+    versions = [f"{name} {_version(name)}" for name in packages]
+    return ", ".join([info.name, f"{info.memory_bytes >> 30} GiB", dtype, *versions, f"longbatch {__version__}"])
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def rates(info: DeviceInfo, dtype: str, folder: Path, *, refresh: bool = False) -> Rates:

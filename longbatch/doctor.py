@@ -140,7 +140,17 @@ def _devices(settings: Settings, measure_anew: bool) -> Iterator[Finding]:
             f"{rates.attention_flops / 1e12:.3g} TFLOP/s, memory {rates.bandwidth / 1e9:.3g} GB/s"
             + (f", from the host {rates.host_to_device / 1e9:.3g} GB/s" if rates.host_to_device else ""),
         )
+        yield from _dense_kernels(info, dtype)
     yield from _peers(found)
+
+
+def _dense_kernels(info: device.DeviceInfo, dtype: str) -> Iterator[Finding]:
+    """What runs measured on the device, for the layers of their models."""
+    if info.on_gpu:
+        from longbatch.attention.choice import choices_key, read_choices
+
+        for shape, choice in read_choices(cache_folder(), choices_key(info, dtype)).items():
+            yield Finding("devices", f"{info.torch_name} {shape}", f"dense attention: {choice.describe()}")
 
 
 def _device(info: device.DeviceInfo) -> Finding:

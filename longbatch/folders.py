@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,6 +22,16 @@ def user_file(environ: Mapping[str, str] | None = None) -> Path:
     """The user's settings file; it need not exist."""
     environ = os.environ if environ is None else environ
     return _user_folder(environ, "XDG_CONFIG_HOME", ".config") / "config.toml"
+
+
+def write_table(path: Path, table: Mapping[str, object]) -> None:
+    """Replace a file of remembered measurements, JSON values by key. A home that cannot be written only costs the
+    measurement next time."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(table, indent=1), encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def _user_folder(environ: Mapping[str, str], variable: str, fallback: str) -> Path:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from longbatch.attention.choice import OWN
 from longbatch.attention.selection import Ranges
+from longbatch.attention.timing import median_seconds
 from longbatch.bench import attention, attention_layers, attention_others, vs_workload
 from longbatch.bench.attention import Model, Rivals, compare, crossing, size_name
 from longbatch.bench.attention_check import Check, reference, sampled_blocks
 from longbatch.bench.attention_inputs import random_inputs, scores_of, selections, structured_inputs
 from longbatch.bench.attention_layers import counted, indexed, measure_layers
-from longbatch.bench.timing import median_seconds
 from longbatch.cli import main
 from longbatch.cli.options import parse_lengths
 from longbatch.errors import UsageError
@@ -140,7 +141,7 @@ def test_own_dense_attention_is_dense(kv_heads: int) -> None:
     q = torch.randn(200, 4, 64, generator=generator)
     k, v = (torch.randn(200, kv_heads, 64, generator=generator) for _ in range(2))
     ((_, torch_sdpa),) = attention_others.dense_kernels(CPU).items()
-    found = attention_others.own_dense(q, k, v, 0.125)
+    found = attention_others.engine_dense(OWN)(q, k, v, 0.125)
     torch.testing.assert_close(found, torch_sdpa(q, k, v, 0.125), atol=1e-5, rtol=1e-5)
 
 

@@ -80,6 +80,18 @@ def test_gpus_are_judged(info: DeviceInfo, status: str, monkeypatch: pytest.Monk
     assert bool(item.hint) == (status != "ok")
 
 
+def test_the_kernels_of_dense_attention_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from longbatch.attention.choice import OWN, TORCH, DenseChoice, choices_key, remember_choices
+
+    info = DeviceInfo("cuda", 0, "New", 80 << 30, (9, 0), 79 << 30)
+    monkeypatch.setattr(device, "gpu_infos", lambda: [info])
+    assert not [item for item in examine(Settings(gpus="1")).items if "dense attention" in item.value]
+    choice = DenseChoice(((128, 128), (8192, 8192)), {TORCH: (2.0, 1.0), OWN: (1.0, 2.0)})
+    remember_choices(tmp_path / "cache", choices_key(info, "bfloat16"), {"32/8 heads of 128": choice})
+    item = found(examine(Settings(gpus="1")), "devices", "cuda:0 32/8 heads of 128")
+    assert item.value == "dense attention: longbatch for 128; torch for 8,192"
+
+
 def test_a_missing_part_is_a_warning_with_its_install(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = (("reading minds", "no_such_module_anywhere", "pip install minds"), ("sums", "numpy", ""))
     monkeypatch.setattr(doctor, "PARTS", parts)

@@ -30,6 +30,8 @@ FP8_ARCHES = (89, 90, 100, 120)
 HALF = (torch.bfloat16, torch.float16)
 WHOLE = (torch.float32,)
 NUM_KEYS = 1003
+# Head dimensions, and query heads for each K/V head.
+DENSE = ((64, 8), (96, 3), (128, 4), (128, 7), (256, 2))
 
 
 class Case(NamedTuple):
@@ -162,6 +164,19 @@ def range_attention(dtype: torch.dtype, *, dim: int, shared: bool = False, carry
         launch()
 
 
+def dense_attention(dtype: torch.dtype, *, dim: int, group: int) -> None:
+    from longbatch_kernels.dense_attention import dense_attention, prepare_dense
+    from longbatch_kernels.range_index import PackedPrompt
+
+    q, k = torch.zeros(NUM_KEYS, 2 * group, dim, dtype=dtype), torch.zeros(NUM_KEYS, 2, dim, dtype=dtype)
+    # Two launches, one of them for a prompt that is short.
+    before = [PackedPrompt(0, 500, 0, 0, 503), PackedPrompt(500, 3, 0, 0, 5)]
+    own = [PackedPrompt(0, 500, 0, 503, 500), PackedPrompt(500, 5, 0, 5, 5)]
+    ready = prepare_dense(before, k, num_heads=2 * group, causal=False)
+    carry = dense_attention(q, k, k, ready, scale=0.1, carry_out=True)
+    dense_attention(q, k, k, prepare_dense(own, k, num_heads=2 * group, window=100), scale=0.1, carry=carry)
+
+
 def top_places(_: torch.dtype) -> None:
     from longbatch_kernels.top_places import joined, top_places
 
@@ -256,6 +271,7 @@ CASES: dict[str, list[Case]] = {
     "range_attention": [
         Case("256 shared", partial(range_attention, dim=256, shared=True), few=True),
         Case("96 carry", partial(range_attention, dim=96, carry=True)),
+        *(Case(f"{dim} {group} dense", partial(dense_attention, dim=dim, group=group)) for dim, group in DENSE),
         *(
             Case(f"{dim} {shared}", partial(range_attention, dim=dim, shared=shared))
             for dim in (64, 96, 128, 256)
@@ -266,6 +282,11 @@ CASES: dict[str, list[Case]] = {
     # Only sm_90 runs this one.
     "range_attention_hopper": [
         Case("128", partial(range_attention, dim=128), few=True, arches=(90,)),
+        Case("128 dense", partial(dense_attention, dim=128, group=4), few=True, arches=(90,)),
+        *(
+            Case(f"{dim} {group} dense", partial(dense_attention, dim=dim, group=group), arches=(90,))
+            for dim, group in DENSE
+        ),
         *(
             Case(f"{dim} {shared} carry", partial(range_attention, dim=dim, shared=shared, carry=True), arches=(90,))
             for dim in (64, 128)

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 from longbatch_kernels.range_attention import _bounds, prepare
-from longbatch_kernels.range_index import PackedPrompt, RangeIndex, build_index, on_device, records
-from range_lists import Lists, random_lists
+from longbatch_kernels.range_index import PackedPrompt, build_index, on_device, records
+from range_lists import Lists, random_lists, taken
 from torch import Tensor
 
 NUM_SELECTIONS = 7
@@ -23,34 +23,6 @@ def wanted(lists: Lists, s: int, rows: Tensor, num_keys: int) -> Tensor:
         seen |= (key >= end - c - 64) & (key < end - a)
     seen |= torch.isin(key, lists.columns[s, : lists.column_counts[s]])
     return (seen & (key <= row)).int()
-
-
-def taken(index: RangeIndex, record: Tensor, row: int, which: int, num_keys: int) -> Tensor:
-    """How often a row takes each key when it walks the stream of a record as the kernels do: int32 [keys]."""
-    counts = torch.zeros(num_keys, dtype=torch.int32)
-    s, end, window = int(record[9]), int(record[2]), int(record[20])
-    reach = window if window > 0 else 2**31 - 1
-    for kind in range(4):
-        if (kind, which) in ((2, 1), (3, 0)):
-            continue
-        words = index.runs[s, int(record[10 + kind]) :][: 8 * int(record[14 + kind])]
-        begin = end - words[:, 0].long()
-        bits = words[:, 1] >> (16 * which)
-        last = torch.arange(len(words)) // 8 == int(record[14 + kind]) - 1
-        masked = last & bool(record[21] >> kind & 1) if kind else torch.ones_like(last)
-        key = begin.clamp(0, max(num_keys - 16, 0))[:, None] + torch.arange(16)
-        seen = (bits[:, None] >> (key - begin[:, None]).clamp(0, 31)) & 1 > 0
-        seen &= (key >= begin[:, None]) & (key < begin[:, None] + 16)
-        seen &= (key <= row) & (row - key < reach)
-        key = key[seen | ~masked[:, None]]
-        counts.index_add_(0, key, torch.ones(len(key), dtype=torch.int32))
-    place = torch.arange(int(record[18]) * 128)
-    block = int(record[19]) + which * index.paired
-    seen = index.columns.bits[block][place // 32] >> (place % 32) & 1 > 0
-    column = index.columns.places[s, : len(place)].long()
-    clean = index.columns.clean[block].repeat_interleave(128)[: len(place)]
-    seen = (seen & ((row - column >= window) | (clean > 0))) | (clean == 2)
-    return counts.index_add_(0, column[seen], torch.ones(int(seen.sum()), dtype=torch.int32))
 
 
 @pytest.mark.parametrize("paired", [False, True])

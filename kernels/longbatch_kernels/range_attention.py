@@ -57,7 +57,8 @@ class Prepared:
     """Selections made ready for `range_attention`.
 
     jobs int32 [J, 3]: one head, or two that share a selection: both heads and the selection. job_groups: the prompt and
-    the K/V head of each job. on_hopper: which kernel runs it.
+    the K/V head of each job. on_hopper: which kernel runs it. items: the `records` of all tiles of queries, where they
+    were made beforehand.
     """
 
     index: RangeIndex
@@ -66,6 +67,7 @@ class Prepared:
     job_groups: tuple[tuple[int, int], ...]
     heads_per_tile: int
     on_hopper: bool
+    items: Tensor | None = None
 
 
 def range_attention_ref(
@@ -105,7 +107,7 @@ def range_attention_ref(
     return out, lse.to(q.device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "num_rows"])
 def range_attention_kernel(
     q,
     k,
@@ -316,7 +318,9 @@ def range_attention(
     """
     num_rows, num_heads, dim = q.shape
     index = prepared.index
-    items = records(index, prepared.jobs, _bounds(prepared, num_rows, q_offset))
+    items = prepared.items
+    if items is None:
+        items = records(index, prepared.jobs, _bounds(prepared, num_rows, q_offset))
     if carry_out:
         carry_into = carry or Carry(
             torch.zeros(num_rows, num_heads, dim, dtype=torch.float32, device=q.device),

@@ -1,5 +1,6 @@
 """Attention over packed segments: what a step sees, the dense states, and one-token decode over pages."""
 
+from longbatch.attention.choice import DenseKernels
 from longbatch.attention.decode import DecodeStep, decode_attention
 from longbatch.attention.dense import attend
 from longbatch.attention.sparse import SparseLayer
@@ -7,6 +8,7 @@ from longbatch.attention.step import Executed, Extent, Piece, Segment, Step, Til
 
 __all__ = [
     "DecodeStep",
+    "DenseKernels",
     "Executed",
     "Extent",
     "Piece",

@@ -32,13 +32,19 @@ def partial(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool = Fal
     elif q.dtype == torch.float32:
         return masked(q, k, v, None, scale=scale, causal=causal)
     elif _cudnn_serves(q):
-        out, lse = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, True, 0.0, causal, False, scale=scale
-        )[:2]
-        lse = lse.reshape(1, q.shape[1], q.shape[0])
+        return cudnn(q, k, v, scale=scale, causal=causal)
     else:
         out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)[:2]
     return State(out[0].transpose(0, 1), lse[0])
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> State:
+    """The same by cuDNN, in half precision on a GPU: the operation behind torch's SDPA, which refuses nothing here for
+    reasons of its own."""
+    out, lse = aten._scaled_dot_product_cudnn_attention(
+        _batched(q), _batched(k), _batched(v), None, True, 0.0, causal, False, scale=scale
+    )[:2]
+    return State(out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0]))
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, causal: bool = False) -> State:

@@ -7,15 +7,20 @@ its context, which lies in pages (an earlier chunk) or in another segment of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from longbatch.attention.choice import DenseKernels
 from longbatch.attention.sparse import SparseLayer
-from longbatch.cache import Writes
+from longbatch.cache import PAGE_TOKENS, Writes
+
+if TYPE_CHECKING:
+    from longbatch.attention.packed import TileWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,15 @@ class Segment:
         """Context and own keys: positions 0..stop-1."""
         return (*self.context, Extent(self.offset, self.stop, base=self.base))
 
+    @property
+    def all_pages(self) -> np.ndarray | None:
+        """The block table that holds every token from position 0 on, once the step's are stored; None where there is
+        no such table."""
+        if len(self.context) != 1:
+            return None
+        pages = self.context[0].pages
+        return pages if pages is not None and len(pages) * PAGE_TOKENS >= self.stop else None
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -116,7 +130,9 @@ class Tile:
 @dataclass(frozen=True, slots=True)
 class Step:
     """One prefill forward. ids, positions, rope_lengths: int64 [T] on the model's device. writes: the K/V that must
-    outlive the step, or None. attention: the patterns of each layer, None for those that are dense in every step."""
+    outlive the step, or None. attention: the patterns of each layer, None for those that are dense in every step.
+    dense: which kernels run dense attention of whole tiles, None: torch's, piece by piece. works: what they are given,
+    kept from layer to layer by whoever runs them."""
 
     ids: Tensor
     positions: Tensor
@@ -126,6 +142,8 @@ class Step:
     tile_rows: int
     tiles: tuple[Tile, ...] = field(default=())
     attention: tuple[SparseLayer | None, ...] | None = None
+    dense: DenseKernels | None = None
+    works: dict[Hashable, TileWork] = field(default_factory=dict, compare=False)
 
     @classmethod
     def build(
@@ -137,6 +155,7 @@ class Step:
         tile_rows: int,
         device: torch.device,
         attention: tuple[SparseLayer | None, ...] | None = None,
+        dense: DenseKernels | None = None,
     ) -> Step:
         """ids: int [T] of all segments in packed order."""
         positions = np.concatenate([np.arange(s.offset, s.stop, dtype=np.int64) for s in segments])
@@ -150,6 +169,7 @@ class Step:
             tile_rows=tile_rows,
             tiles=tuple(tiles_of([(s, s.offset, s.stop) for s in segments], tile_rows)),
             attention=attention,
+            dense=dense,
         )
 
     def read_tiles(self) -> tuple[Tile, ...]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from longbatch.attention.selection import NOWHERE, window_ranges
+from longbatch.attention import Piece, Segment, Tile
+from longbatch.attention.choice import FLASH_3, OWN, has_flash_3
+from longbatch.attention.kernels import attend_tile
+from longbatch.attention.packed import TileWork
+from longbatch.attention.state import cudnn
+from longbatch.attention.timing import median_seconds
 from longbatch.bench.attention_check import MOST_ERROR, MOST_RIVAL_ERROR, Check, check_rows, sampled_blocks
 from longbatch.bench.attention_inputs import Inputs, structured_inputs
 from longbatch.bench.attention_rivals import BLOCK, FlexPrefill, MInference
-from longbatch.bench.timing import median_seconds
 from longbatch.bench.vs_workload import slash, vertical
+
+# (q [N, H, D], k, v [N, Hkv, D], scale) -> [N, H, D].
+Dense = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 OWN_DENSE = "longbatch, dense"
 CHECKED_ROWS = 8
@@ -40,34 +46,36 @@ class OtherTimes:
         return self.estimate + self.index + self.attention
 
 
-def dense_kernels(device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]:
-    """Causal dense attention by name, (q [N, H, D], k, v [N, Hkv, D], scale) -> [N, H, D]. longbatch's own kernel is
-    among them, and FlashAttention-3 where its package is."""
+def dense_kernels(device: torch.device) -> dict[str, Dense]:
+    """Causal dense attention by name. longbatch's own kernel is among them, and FlashAttention-3 where its package is;
+    these two run as the engine runs them."""
     if device.type != "cuda":
         return {"torch SDPA": _torch_sdpa}
-    found: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {"cuDNN SDPA": _cudnn, OWN_DENSE: own_dense}
-    if importlib.util.find_spec("flash_attn_interface") is not None:
-        found["FlashAttention-3"] = _flash_attention_3
+    found = {"cuDNN SDPA": _cudnn, OWN_DENSE: engine_dense(OWN)}
+    if has_flash_3():
+        found[FLASH_3] = engine_dense(FLASH_3)
     return found
 
 
-def own_dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The kernel that runs selections, with a window that holds every key; a kv group's heads run together."""
-    from longbatch_kernels.range_attention import prepare, range_attention
-    from longbatch_kernels.range_index import PackedPrompt
+def engine_dense(name: str) -> Dense:
+    """One of the engine's kernels over a whole prompt. What it makes ready for all layers is kept, and is no part of a
+    layer's time."""
 
-    length, num_heads, _ = q.shape
-    num_kv = k.shape[1]
-    lists = window_ranges([NOWHERE] * num_kv, [0] * num_kv, (0, length), q.device)
-    of_head = [head * num_kv // num_heads for head in range(num_heads)]
-    prepared = prepare(lists, k, v, selections=[of_head], prompts=[PackedPrompt(0, length, 0, 0, length)])
-    out: Tensor = range_attention(q, k, v, prepared, scale=scale)[0]
-    return out
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        work = _whole_prompt(q.shape[0], q.shape[1:], k.shape[1:], q.dtype, q.device)
+        return attend_tile(name, q, work, lambda reads: (k, v), scale=scale).out
+
+    return run
 
 
-def measure_dense(
-    kernel: Callable[[Tensor, Tensor, Tensor, float], Tensor], inputs: Inputs, num_layers: int, repeats: int
-) -> OtherTimes:
+@lru_cache(maxsize=2)
+def _whole_prompt(length: int, *alike: Hashable) -> TileWork:
+    """One for all tensors that are alike."""
+    tile = Tile((Piece(Segment(0, 0, length), 0, length),))
+    return TileWork.of(tile, None, exact_pages=False, dense=lambda piece: True)
+
+
+def measure_dense(kernel: Dense, inputs: Inputs, num_layers: int, repeats: int) -> OtherTimes:
     """Dense attention of `num_layers` equal layers; one is timed."""
     q, k, v = inputs.q, inputs.k, inputs.v
     check, outs = Check(MOST_ERROR), [q]
@@ -190,16 +198,4 @@ def _torch_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The operation behind torch's SDPA, which this way refuses nothing for reasons of its own."""
-    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, False, 0.0, True, False, scale=scale
-    )[0]
-    return out[0].transpose(0, 1)
-
-
-def _flash_attention_3(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    flash = importlib.import_module("flash_attn_interface")
-    out = flash.flash_attn_func(q[None], k[None], v[None], softmax_scale=scale, causal=True)
-    result: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
-    return result
+    return cudnn(q, k, v, scale=scale, causal=True).out

@@ -23,16 +23,19 @@ import torch
 from torch import Tensor
 
 from longbatch import models
-from longbatch.attention import Executed, Segment, SparseLayer, Step
+from longbatch.attention import DenseKernels, Executed, Segment, SparseLayer, Step
+from longbatch.attention.measure import dense_kernels
+from longbatch.attention.timing import free_memory, wait_for
 from longbatch.bench.limits import measure_limits
 from longbatch.bench.llama import LlamaShape
 from longbatch.bench.prefill_workload import workload_layers
 from longbatch.bench.process import say
 from longbatch.bench.report import Measurement
-from longbatch.bench.timing import free_memory, wait_for
 from longbatch.cache import KVCache
+from longbatch.device import gpu_infos
 from longbatch.engine.prefill import prefill
 from longbatch.errors import DeviceError
+from longbatch.folders import cache_folder
 from longbatch.models.decoder import Decoder
 from longbatch.models.fp8 import Fp8Weight, Weight, has_kernels
 from longbatch.models.parameters import parameters
@@ -133,8 +136,22 @@ def step_of(length: int, attention: tuple[SparseLayer, ...] | None, decoder: Dec
     executed = Executed(sparse=attention is not None)
     segment = Segment(0, 0, length, reads=((length - 1, length),), rope_length=length, executed=executed)
     return Step.build(
-        ids, [segment], None, tile_rows=min(TILE_ROWS, length), device=decoder.device, attention=attention
+        ids,
+        [segment],
+        None,
+        tile_rows=min(TILE_ROWS, length),
+        device=decoder.device,
+        attention=attention,
+        dense=chosen_kernels(decoder),
     )
+
+
+def chosen_kernels(decoder: Decoder) -> DenseKernels | None:
+    """The kernels that run dense attention, as in a run."""
+    if decoder.device.type != "cuda":
+        return None
+    info = gpu_infos()[decoder.device.index or 0]
+    return dense_kernels(decoder.spec.layers, info, _dtype_name(decoder.dtype), cache_folder())
 
 
 def run(decoder: Decoder, step: Step) -> tuple[Tensor, Tensor]:

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from longbatch import models
+from longbatch.attention.timing import free_memory, wait_for
 from longbatch.bench import llama, prefill
 from longbatch.bench.attention import crossing
 from longbatch.bench.llama import LlamaShape
 from longbatch.bench.process import say
 from longbatch.bench.report import Measurement
 from longbatch.bench.timeline import traced
-from longbatch.bench.timing import free_memory, wait_for
 from longbatch.device import cpu_info
 from longbatch.errors import DeviceError, UsageError
 from longbatch.models.decoder import Decoder

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from longbatch.attention import DenseKernels
 from longbatch.cache import PAGE_TOKENS, KVCache
 from longbatch.core import Prompt, Request, Result
 from longbatch.engine.answers import Answers
@@ -40,8 +41,8 @@ class _StoppedError(Exception):
 
 class Engine:
     """Runs rows on one device; `run` is the whole of it. attention: how long rows are prefilled sparse, None where none
-    are. spill: where long rows keep their state, if anywhere; who takes the results removes it from there. share:
-    whether what rows begin with alike is prefilled once."""
+    are. dense: which kernels run dense attention, None: torch's. spill: where long rows keep their state, if anywhere;
+    who takes the results removes it from there. share: whether what rows begin with alike is prefilled once."""
 
     def __init__(
         self, model: Decoder, tokenizer: Tokenizer, cache: KVCache, limits: EngineLimits, *, eos_ids: frozenset[int]
@@ -52,6 +53,7 @@ class Engine:
         self.limits = limits
         self.counters = Counters()
         self.attention: EngineAttention | None = None
+        self.dense: DenseKernels | None = None
         self.spill: Spill | None = None
         self.share = True
         self._ladder = Ladder(limits)
@@ -299,7 +301,7 @@ class Engine:
             first.result.notes.append(f"resumed at token {start:,}")
         device = self.cache.device
         layers = None if self.attention is None else self.attention.layers
-        steps = partial(pack, families, step_tokens=step_tokens, tile_rows=tile_rows, device=device)
+        steps = partial(pack, families, step_tokens=step_tokens, tile_rows=tile_rows, device=device, dense=self.dense)
         for packed in steps(start=start, attention=layers, whole_pages=self.cache.kv.has_open):
             self._ask()
             reads = [(branch.owner.reader, low, high) for branch, low, high in packed.reads]

@@ -1,4 +1,5 @@
-"""One layer's attention over one prefill step: dense piece by piece, or by what the layer's patterns select."""
+"""One layer's attention over one prefill step: dense, a tile at once or piece by piece, or by what the layer's patterns
+select."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from longbatch.attention import Extent, Piece, Segment, SparseLayer, Step, Tile, attend
+from longbatch.attention.choice import TORCH, DenseShape
+from longbatch.attention.kernels import attend_tile
+from longbatch.attention.packed import Read, TileWork
 from longbatch.attention.sparse import LayerSelection
 from longbatch.attention.state import with_sinks
-from longbatch.cache import PAGE_TOKENS, KVCache
+from longbatch.cache import KVCache
 from longbatch.models.decoder import Layer
 
 # Gives the queries [n, H, D] of some packed rows.
@@ -55,37 +59,59 @@ class LayerAttention:
         self._converted: tuple[Extent, Tensor, Tensor] | None = None
 
     def tile(self, q: Tensor, tile: Tile) -> Tensor:
-        """Attention of a tile's queries [n, H, D], piece by piece: [n, H, D]."""
+        """Attention of a tile's queries [n, H, D]: [n, H, D]."""
+        whole = self._dense_tile(q, tile)
         outs, low = [], 0
         for piece in tile.pieces:
-            high = low + piece.stop - piece.start
-            outs.append(self._piece(q[low:high], piece))
-            low = high
+            rows = slice(low, low + piece.stop - piece.start)
+            if whole is None:
+                outs.append(self._piece(q[rows], piece))
+            elif self._is_dense(piece):
+                self._count(piece)
+            else:
+                whole[rows] = self._piece(q[rows], piece)
+            low = rows.stop
+        if whole is not None:
+            return whole
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
+    def _is_dense(self, piece: Piece) -> bool:
+        executed = piece.segment.executed
+        return executed is None or not executed.sparse or self._patterns is None
+
     def _piece(self, q: Tensor, piece: Piece) -> Tensor:
-        segment, executed = piece.segment, piece.segment.executed
-        if executed is None:
-            return self._dense(q, piece)
-        # Positions of the segment whose queries are attended.
-        start, stop = segment.offset, segment.stop
-        if self._only_reads:
-            start, stop = segment.reads[0][0], segment.reads[-1][1]
-        if executed.sparse and self._patterns is not None:
-            if piece.start == start:
-                self._selected = self._select(segment, self._patterns, (start, stop))
+        if self._is_dense(piece):
+            out = self._dense(q, piece)
+        else:
+            assert self._patterns is not None
+            rows = self._attended(piece.segment)
+            if piece.start == rows[0]:
+                self._selected = self._select(piece.segment, self._patterns, rows)
             assert self._selected is not None
             out = self._sparse(q, piece, self._patterns, self._selected)
-        else:
-            out = self._dense(q, piece)
+        self._count(piece)
+        return out
+
+    def _attended(self, segment: Segment) -> tuple[int, int]:
+        """Positions of the segment whose queries are attended."""
+        if self._only_reads:
+            return segment.reads[0][0], segment.reads[-1][1]
+        return segment.offset, segment.stop
+
+    def _count(self, piece: Piece) -> None:
+        """After the last piece of a segment whose attention is counted. Layers with a window are not: they are the
+        same, sparse or dense."""
+        executed = piece.segment.executed
+        if executed is None:
+            return
+        start, stop = self._attended(piece.segment)
+        if piece.stop != stop:
+            return
         spec = self._layer.spec
-        # Layers with a window are not counted: they are the same, sparse or dense.
-        if piece.stop == stop and spec.window is None:
+        if spec.window is None:
             causal = spec.num_heads * (stop * (stop + 1) - start * (start + 1)) / 2.0
             executed.add(causal if self._selected is None else self._selected.selection.pairs, causal)
-        if piece.stop == stop:
-            self._selected = None
-        return out
+        self._selected = None
 
     def _select(self, segment: Segment, patterns: SparseLayer, rows: tuple[int, int]) -> _Selected:
         k, v = self._whole(segment)
@@ -98,13 +124,18 @@ class LayerAttention:
     def _whole(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """K and V of positions 0..stop-1. The segment's own are in its pages too where an earlier chunk's are; but what
         is read there may be rounded."""
-        if len(segment.context) == 1 and self._cache.is_exact:
-            pages = segment.context[0].pages
-            if pages is not None and len(pages) * PAGE_TOKENS >= segment.stop:
-                return self._cache.read(self._index, pages, 0, segment.stop)
-        parts = [self._read(extent, extent.start, extent.stop) for extent in segment.extents]
+        if self._cache.is_exact and segment.all_pages is not None:
+            return self._cache.read(self._index, segment.all_pages, 0, segment.stop)
+        found = self._joined(tuple(Read(extent, extent.start, extent.stop) for extent in segment.extents))
         # Nobody asks for what was converted again: it is in what is returned.
         self._converted = None
+        return found
+
+    def _joined(self, reads: tuple[Read, ...]) -> tuple[Tensor, Tensor]:
+        """K and V of some reads, one after the other; of no reads, those of the step."""
+        if not reads:
+            return self._keys, self._values
+        parts = [self._read(*read) for read in reads]
         if len(parts) == 1:
             return parts[0]
         return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
@@ -126,6 +157,23 @@ class LayerAttention:
             self._converted = (extent, *self._cache.read(self._index, extent.pages, extent.start, extent.stop))
         _, k, v = self._converted
         return k[start - extent.start : stop - extent.start], v[start - extent.start : stop - extent.start]
+
+    def _dense_tile(self, q: Tensor, tile: Tile) -> Tensor | None:
+        """Attention of the tile's dense pieces by the kernel that is the fastest for it, [n, H, D], the other rows
+        undefined; None where there are none, or torch is the fastest, piece by piece."""
+        step, shape = self._step, DenseShape.of(self._layer.spec)
+        choice = None if step.dense is None else step.dense.of(shape)
+        if choice is None or not any(map(self._is_dense, tile.pieces)):
+            return None
+        key = id(tile), shape, self._patterns is None
+        if key not in step.works:
+            exact = self._cache.is_exact
+            step.works[key] = TileWork.of(tile, self._layer.spec.window, exact_pages=exact, dense=self._is_dense)
+        work = step.works[key]
+        kernel = choice.pick(work.num_queries, work.num_keys)
+        if kernel == TORCH:
+            return None
+        return with_sinks(attend_tile(kernel, q, work, self._joined, scale=self._layer.spec.scale), self._layer.sinks)
 
     def _dense(self, q: Tensor, piece: Piece) -> Tensor:
         """In float32 keys are summed up tile by tile, so that chunks and shared beginnings, which end at tiles, change

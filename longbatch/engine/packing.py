@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from longbatch.attention import Executed, Extent, Segment, SparseLayer, Step
+from longbatch.attention import DenseKernels, Executed, Extent, Segment, SparseLayer, Step
 from longbatch.cache import PAGE_TOKENS, Stretch, Writes
 
 Owner = TypeVar("Owner")
@@ -91,12 +91,13 @@ def pack(
     start: int = 0,
     attention: tuple[SparseLayer | None, ...] | None = None,
     whole_pages: bool = False,
+    dense: DenseKernels | None = None,
 ) -> Iterator[PackedStep[Owner]]:
     """Lay out families in order. Each step must be run before the next is drawn.
 
     start: tokens of the first family's beginning whose K/V lie in its pages already; at least one more follows them.
     attention: the patterns of each layer, for the families that run sparse. whole_pages: whether K/V are stored in
-    whole pages only; chunks then end at page boundaries too.
+    whole pages only; chunks then end at page boundaries too. dense: as in `Step`.
     Raises ValueError if the tokens need more than one step and some family has no pages.
     """
     runs = list(_runs(families))
@@ -117,7 +118,7 @@ def pack(
                 # Chunks end at tile boundaries of the sequence, so that a chunked row runs in the same pieces.
                 stop = (run.offset + stop) // unit * unit - run.offset
             if stop <= start:
-                yield _build(pending, tile_rows, device, attention, whole_pages)
+                yield _build(pending, tile_rows, device, attention, whole_pages, dense)
                 pending, filled = [], 0
                 continue
             pending.append((run, start, stop))
@@ -125,7 +126,7 @@ def pack(
             start = stop
         start = 0
     if pending:
-        yield _build(pending, tile_rows, device, attention, whole_pages)
+        yield _build(pending, tile_rows, device, attention, whole_pages, dense)
 
 
 def _runs(families: Sequence[Family[Owner]]) -> Iterator[_Run[Owner]]:
@@ -147,6 +148,7 @@ def _build(
     device: torch.device,
     attention: tuple[SparseLayer | None, ...] | None,
     whole_pages: bool,
+    dense: DenseKernels | None,
 ) -> PackedStep[Owner]:
     """One step of the pending parts; their runs then know these tokens as lying in pages."""
     segments: list[Segment] = []
@@ -179,6 +181,7 @@ def _build(
         tile_rows=tile_rows,
         device=device,
         attention=attention,
+        dense=dense,
     )
     for run, _, stop in pending:
         run.placed = [Extent(run.offset, run.offset + stop, pages=run.pages)]

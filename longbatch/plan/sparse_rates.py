@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 from pathlib import Path
 
-from longbatch import __version__
-from longbatch.device import DeviceInfo
+from longbatch.device import DeviceInfo, kernels_key
 from longbatch.errors import DeviceError
+from longbatch.folders import write_table
 
 RATES_FILE = "sparse-rates.json"
 MEASURE_MODULE = "longbatch.engine.sparse_measure"
@@ -104,7 +102,7 @@ def sparse_rates(
     """
     if not info.on_gpu or dtype == "float32":
         return None
-    key = rates_key(info, dtype)
+    key = kernels_key(info, dtype, "torch", "triton")
     remembered = read_rates(folder / RATES_FILE).get(key)
     if remembered is not None:
         return remembered
@@ -120,12 +118,6 @@ def sparse_rates(
     return measured
 
 
-def rates_key(info: DeviceInfo, dtype: str) -> str:
-    """What the rates depend on: device, dtype, and the versions that compile and launch the kernels."""
-    versions = [f"{name} {_version(name)}" for name in ("torch", "triton")]
-    return ", ".join([info.name, f"{info.memory_bytes >> 30} GiB", dtype, *versions, f"longbatch {__version__}"])
-
-
 def read_rates(path: Path) -> dict[str, SparseRates]:
     """Remembered rates by key; none where the file is missing or damaged, which measuring again mends."""
     with suppress(OSError, ValueError, TypeError, AttributeError):
@@ -134,18 +126,6 @@ def read_rates(path: Path) -> dict[str, SparseRates]:
 
 
 def remember(path: Path, key: str, rates: SparseRates) -> None:
-    """Add rates to the file. A home that cannot be written only costs the measurement next time."""
+    """Add rates to the file."""
     table = {**read_rates(path), key: rates}
-    text = json.dumps({name: asdict(value) for name, value in table.items()}, indent=1)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
+    write_table(path, {name: asdict(value) for name, value in table.items()})

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from longbatch.core import Location, Prompt, Request, Result
 from longbatch.errors import DiskError, ExitCode, LongbatchError
+from longbatch.folders import cache_folder
 from longbatch.output import Placement, ResultWriter, RunFolder
 from longbatch.privacy import LogFormatter, hide_data_in_tracebacks
 from longbatch.run.channel import Channel, Message
@@ -240,6 +241,7 @@ def _load(job: Job, setup: WorkerSetup) -> Engine:
     """The weights and the cache."""
     import torch
 
+    from longbatch.attention.measure import dense_kernels
     from longbatch.cache import PAGE_TOKENS, KVCache
     from longbatch.engine import Engine, EngineAttention, EngineLimits, warm_up
     from longbatch.models import load
@@ -248,6 +250,11 @@ def _load(job: Job, setup: WorkerSetup) -> Engine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device, dtype = torch.device(setup.device.torch_name), getattr(torch, job.dtype)
+    if setup.device.on_gpu:
+        # Kernels are launched where the process is.
+        torch.cuda.set_device(device)
+    # Before the weights and the cache, which leave no room to measure in.
+    dense = dense_kernels(job.spec.layers, setup.device, job.dtype, cache_folder())
     model = load(job.model_dir, dtype, device, settings.weights_dtype, settings.adapter, budget.weights)
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in job.spec.layers]
     num_pages = budget.kv_tokens // PAGE_TOKENS
@@ -264,6 +271,7 @@ def _load(job: Job, setup: WorkerSetup) -> Engine:
     tokenizer = job.builder.tokenizer
     named = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     engine = Engine(model, tokenizer, cache, limits, eos_ids=frozenset((*job.spec.eos_ids, *named)))
+    engine.dense = dense
     if setup.attention.is_sparse:
         engine.attention = EngineAttention.of(job.spec, setup.attention.layers, setup.attention.min_length)
     if setup.device.on_gpu:
