@@ -162,6 +162,14 @@ def range_attention(dtype: torch.dtype, *, dim: int, shared: bool = False, carry
         launch()
 
 
+def sample(_: torch.dtype) -> None:
+    from longbatch_kernels.sample import sample, uniform
+
+    row, points = torch.zeros(3), uniform(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    sample(torch.zeros(3, 128_256), row, row.long(), row, row, points)
+    sample(torch.zeros(3, 128_256), row, row.long(), row, row, points, warm=False)
+
+
 def top_places(_: torch.dtype) -> None:
     from longbatch_kernels.top_places import joined, top_places
 
@@ -262,6 +270,7 @@ CASES: dict[str, list[Case]] = {
             for shared in (False, True)
         ),
     ],
+    "sample": [Case("rows", sample, few=True, types=HALF[:1])],
     "top_places": [Case("sums", top_places, few=True, types=HALF[:1])],
     # Only sm_90 runs this one.
     "range_attention_hopper": [

@@ -106,7 +106,7 @@ def write_model(folder: Path, shape: LlamaShape, device_name: str, seed: int, sh
     generator = torch.Generator(device_name).manual_seed(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
-    (folder / "tokenizer.json").write_text(json.dumps(_word_tokenizer(shape.vocab)))
+    (folder / "tokenizer.json").write_text(json.dumps(word_tokenizer(shape.vocab)))
     shards = _shards(shape, shard_bytes)
     places = {}
     for number, names in enumerate(shards, 1):
@@ -153,7 +153,8 @@ def _shards(shape: LlamaShape, shard_bytes: int) -> list[dict[str, tuple[int, ..
     return shards
 
 
-def _word_tokenizer(vocab: int) -> dict[str, Any]:
+def word_tokenizer(vocab: int) -> dict[str, Any]:
+    """tokenizer.json with one word per id: `w0 w1 ...`."""
     return {
         "version": "1.0",
         "truncation": None,

@@ -124,7 +124,7 @@ def compare(model: Model, lengths: Sequence[int], device: torch.device, *, repea
             yield Measurement(case, "density", density, "share", None, None, holds)
             for part, spent in breakdown(decoder, length, shared).items():
                 yield Measurement(case, part, spent, "s", "prefill", spent / seconds, holds)
-            _free(device)
+            free(device)
 
 
 def step_of(length: int, attention: tuple[SparseLayer, ...] | None, decoder: Decoder) -> Step:
@@ -159,10 +159,10 @@ def timed(decoder: Decoder, length: int, shared: bool | None, repeats: int) -> t
     best, density = float("inf"), 1.0
     for _ in range(1 if long else repeats):
         step = step_of(length, attention, decoder)
-        _wait(decoder.device)
+        wait(decoder.device)
         begin = time.perf_counter()
         run(decoder, step)
-        _wait(decoder.device)
+        wait(decoder.device)
         best = min(best, time.perf_counter() - begin)
         executed = step.segments[0].executed
         assert executed is not None
@@ -175,11 +175,11 @@ def breakdown(decoder: Decoder, length: int, shared: bool | None) -> dict[str, f
     if decoder.device.type != "cuda":
         return {}
     step = step_of(length, attention_of(decoder, length, shared), decoder)
-    _wait(decoder.device)
+    wait(decoder.device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         begin = time.perf_counter()
         run(decoder, step)
-        _wait(decoder.device)
+        wait(decoder.device)
         seconds = time.perf_counter() - begin
     found = {part: 0.0 for part, _ in PARTS} | {"elementwise": 0.0}
     for event in profile.key_averages():
@@ -224,7 +224,7 @@ def _dense_seconds(model: Model, length: int, device: torch.device) -> float:
         decoder = model.decoder(count, device)
         seconds.append(timed(decoder, length, None, 1)[0])
         del decoder
-        _free(device)
+        free(device)
     last, some = seconds
     return last + (some - last) / most * (model.shape.num_layers - 1)
 
@@ -238,12 +238,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until a GPU has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
     """Give back memory that nothing uses, so that lengths don't wear each other down."""
     gc.collect()
     if device.type == "cuda":

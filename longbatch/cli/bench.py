@@ -29,8 +29,15 @@ def bench(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="attention, fidelity, prefill: fewer and shorter cases")
+        bool, typer.Option("--quick", help="attention, decode, fidelity, prefill: fewer and shorter cases")
     ] = False,
+    cases: Annotated[
+        str | None,
+        typer.Option(metavar="ROWSxTOKENS:KV,...", help="decode: rows, their context, and the format of their K/V"),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="decode: write the timeline here, for Chrome's viewer")
+    ] = None,
     rivals: Annotated[
         Path | None, typer.Option(metavar="DIR", help="attention: folder with copies of MInference and FlexPrefill")
     ] = None,
@@ -57,6 +64,8 @@ def bench(
         "model": model,
         "lengths": None if lengths is None else parse_lengths(lengths),
         "quick": quick or None,
+        "cases": cases,
+        "trace": trace,
         "rivals": rivals,
         "profile": profile or None,
         "documents": documents,

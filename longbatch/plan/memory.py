@@ -28,6 +28,8 @@ _LOGIT_BYTES = GIB // 4
 _GPU_SELECTION_BYTES = 3 * GIB // 2
 _SELECTION_KEY_BYTES = 12
 _CPU_SELECTION_BYTES = GIB // 4
+# Partial outputs of a decode step's attention, and what a driver keeps of the steps that are CUDA graphs.
+_GPU_DECODE_BYTES = GIB // 2
 # A wave this long keeps every matrix product at full speed; more would only take pages from the cache.
 _GPU_WAVE_TOKENS = 262_144
 _CPU_WAVE_TOKENS = 16_384
@@ -87,8 +89,9 @@ def budget(
     kv: how K/V are stored. wave_tokens, kv_tokens: fixed by the user, else chosen. weight_bytes: of all weights that
     stay there, where some are quantized or elsewhere, else as many per parameter. slot_bytes: of two layers, where
     those of others take turns in them. sparse_heads: query heads of a layer where some rows are prefilled sparse, else
-    0. decode_rows: most sequences that decode at once, each with an open block where the format has them. Raises
-    DeviceError where the weights leave no room for even a short prompt, or a fixed size does not fit.
+    0. decode_rows: most sequences that decode at once, each with an open block where the format has them and, on a GPU,
+    with its part of the memory that captured steps keep. Raises DeviceError where the weights leave no room for even a
+    short prompt, or a fixed size does not fit.
     """
     activation_bytes = max(2.0, weight_bytes_per_param)
     if on_gpu:
@@ -105,7 +108,8 @@ def budget(
     open_blocks = 0
     if kv.has_open:
         open_blocks = int(decode_rows * PAGE_TOKENS * spec.kv_entries_per_token * activation_bytes)
-    free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits - open_blocks
+    decode = _decode_bytes(spec, decode_rows, activation_bytes) + page_bytes if on_gpu and decode_rows else 0
+    free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits - open_blocks - decode
     selection = 0
     if sparse_heads:
         longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS)
@@ -151,10 +155,18 @@ def budget(
         ("wave", wave_tokens * wave_bytes),
         ("tile", tile),
         ("logits", logits),
+        *((("decode steps", decode),) if decode else ()),
         *((("selection", selection),) if selection else ()),
         ("reserve", reserve),
     )
     return Budget(wave_tokens, num_pages * PAGE_TOKENS, tile_tokens, parts, device_memory_bytes)
+
+
+def _decode_bytes(spec: ModelSpec, decode_rows: int, activation_bytes: float) -> int:
+    """Bytes that steps of so many rows keep on a GPU: logits as they come and in float32, what one layer computes, and
+    block tables of as many pages as the longest row has."""
+    row_bytes = int((spec.vocab_size + _tile_numbers(spec)) * activation_bytes) + 4 * spec.vocab_size
+    return _GPU_DECODE_BYTES + decode_rows * (row_bytes + 4 * -(-spec.max_length // PAGE_TOKENS))
 
 
 def _wave_numbers(spec: ModelSpec) -> int:
