@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longbatch.attention import DecodeStep, Extent, Piece, Segment, attend, decode_attention
+from longbatch.attention import DecodeStep, DeviceRows, Extent, Piece, Segment, attend, decode_attention
 from longbatch.attention.state import merge, partial
 from longbatch.cache import KVCache, Writes
 
@@ -118,14 +118,14 @@ def test_decode(
         slots = torch.from_numpy((table[:, None] * 64 + np.arange(64)).reshape(-1)[:length]).to(device)
         cache.write(0, Writes(slots), k, v)
     q = torch.stack([row[0][-1] for row in rows])
-    device_table = None
+    device_rows = None
     if device == "cuda":
         padded = np.zeros((3, 3), dtype=np.int32)
         for b, table in enumerate(tables):
             padded[b, : len(table)] = table
-        device_table = torch.from_numpy(padded).to(device)
-    counts = None if device_table is None else torch.tensor(lengths, dtype=torch.int32, device=device)
-    step = DecodeStep(tables, lengths, device_table, counts)
+        counts = torch.tensor(lengths, dtype=torch.int32, device=device)
+        device_rows = DeviceRows(torch.from_numpy(padded).to(device), counts, torch.zeros_like(counts))
+    step = DecodeStep(max(lengths), tables, lengths, device=device_rows)
     found = decode_attention(q, cache, 0, step, scale=0.125, window=window, softcap=softcap, sinks=logits)
     for b, (_, k, v) in enumerate(rows):
         expected = reference(

@@ -101,7 +101,7 @@ def test_cached_decode(pair: tuple[Decoder, torch.Tensor], tmp_path: Path) -> No
         families.append(Family([Branch(row, prompt, ((len(prompt) - 1, len(prompt)),), len(prompt) + 30, pages)]))
     for packed in pack(families, step_tokens=4096, tile_rows=64, device=CPU):
         prefill(model, cache, packed.step)
-    batch = DecodeBatch(model, cache)
+    batch = DecodeBatch(model, cache, 2)
     batch.join(sequences, [int(ids[270]), 5])
     for position in range(270, NUM_TOKENS):
         for sequence in sequences:

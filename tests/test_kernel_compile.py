@@ -177,6 +177,14 @@ def dense_attention(dtype: torch.dtype, *, dim: int, group: int) -> None:
     dense_attention(q, k, k, prepare_dense(own, k, num_heads=2 * group, window=100), scale=0.1, carry=carry)
 
 
+def sample(_: torch.dtype) -> None:
+    from longbatch_kernels.sample import sample, uniform
+
+    row, points = torch.zeros(3), uniform(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    sample(torch.zeros(3, 128_256), row, row.long(), row, row, points)
+    sample(torch.zeros(3, 128_256), row, row.long(), row, row, points, warm=False)
+
+
 def top_places(_: torch.dtype) -> None:
     from longbatch_kernels.top_places import joined, top_places
 
@@ -278,6 +286,7 @@ CASES: dict[str, list[Case]] = {
             for shared in (False, True)
         ),
     ],
+    "sample": [Case("rows", sample, few=True, types=HALF[:1])],
     "top_places": [Case("sums", top_places, few=True, types=HALF[:1])],
     # Only sm_90 runs this one.
     "range_attention_hopper": [

@@ -43,7 +43,7 @@ def chunked(model: Decoder, tokenizer: Tokenizer, texts: list[np.ndarray], kv: s
 def decoded(model: Decoder, tokenizer: Tokenizer, texts: list[np.ndarray], kv: str) -> np.ndarray:
     """Log-probabilities of every token after the first two pages, decoded one by one as if each had been sampled."""
     cache = new_cache(model, num_pages=100, kv=kv, num_open=len(texts))
-    batch, length = DecodeBatch(model, cache), min(map(len, texts))
+    batch, length = DecodeBatch(model, cache, len(texts)), min(map(len, texts))
     sequences = []
     for i, ids in enumerate(texts):
         asked = request(i)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from longbatch_kernels import sample as sample_kernel
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -90,7 +91,7 @@ def test_the_kept_set_is_that_of_transformers(name: str, monkeypatch: pytest.Mon
     logits, prompt, count = random_logits(1, 5), [1, 2, 3, 44], 20_000
     expected = expected_probabilities(logits[0], prompt, Sampling(**settings))
     seen = mask(prompt) if "repetition_penalty" in settings else None
-    monkeypatch.setattr(sampler, "uniform", lambda seed, step: (step + 0.5) / count)
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, steps: (steps + 0.5) / count)
     draws = [draw(step, seen=seen, **settings) for step in range(count)]
     found = sample(logits.expand(count, -1), draws).tokens.bincount(minlength=VOCABULARY) / count
     assert (found - expected).abs().max() <= 1.5 / count
@@ -98,7 +99,9 @@ def test_the_kept_set_is_that_of_transformers(name: str, monkeypatch: pytest.Mon
 
 
 def test_the_last_point_takes_a_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "uniform", lambda seed, step: 1 - 2.0**-53)
+    monkeypatch.setattr(
+        sampler, "uniform", lambda seeds, steps: torch.full_like(seeds, 1 - 2.0**-53, dtype=torch.double)
+    )
     logits = random_logits(1)
     chosen = int(sample(logits, [draw(temperature=1.0, top_k=5)]).tokens)
     assert chosen in logits[0].topk(5).indices.tolist()
@@ -137,7 +140,7 @@ def test_the_same_token_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert together.tokens.tolist() == [int(choice.tokens) for choice in alone]
     assert together.tokens.tolist() == backwards.tokens.tolist()[::-1]
     assert together.logprobs == [choice.logprobs[0] for choice in alone]
-    monkeypatch.setattr(sampler, "SORT_TILE", 3000)
+    monkeypatch.setattr(sample_kernel, "_SORTED", 3000)
     assert sample(logits, draws).tokens.equal(together.tokens)
 
 
@@ -185,7 +188,7 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
 
 
 def test_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
-    numbers = torch.tensor([uniform(seed, step) for seed in range(50) for step in range(100)], dtype=torch.float64)
+    numbers = uniform(torch.arange(50).repeat_interleave(100), torch.arange(100).repeat(50))
     assert len(numbers.unique()) == 5000
     assert 0 <= numbers.min() < 0.002
     assert 0.998 < numbers.max() < 1

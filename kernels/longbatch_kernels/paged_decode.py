@@ -130,6 +130,8 @@ def paged_decode_kernel(
     num_kv = num_heads // GROUP
     length = tl.load(lengths + i_b)
     low = i_split * SPLIT
+    if low >= length:
+        return
     high = tl.minimum(low + SPLIT, length)
     if WINDOW > 0:
         low = tl.maximum(low, length - WINDOW)
@@ -193,12 +195,14 @@ def paged_decode_merge_kernel(
     num_splits,
     HAS_SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
     i_h = tl.program_id(0)
     i_b = tl.program_id(1)
-    o_d = tl.arange(0, BLOCK_D)
+    o_s = tl.arange(0, BLOCK_S)
+    o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
     row = i_b.to(tl.int64) * num_heads + i_h
     used = tl.cdiv(tl.load(lengths + i_b), SPLIT)
@@ -208,16 +212,21 @@ def paged_decode_merge_kernel(
     if HAS_SINKS:
         b_max = tl.load(sinks + i_h).to(tl.float32) * 1.4426950408889634
         b_sum = 1.0
-    for i in range(used):
-        lse = tl.load(partial_lse + row * num_splits + i)
-        if lse != -float("inf"):
-            new = tl.maximum(b_max, lse)
-            alpha = tl.exp2(b_max - new)
-            weight = tl.exp2(lse - new)
-            b_part = tl.load(partial_out + (row * num_splits + i) * HEAD_DIM + o_d, mask=m_d, other=0.0)
-            b_acc = b_acc * alpha + b_part * weight
-            b_sum = b_sum * alpha + weight
-            b_max = new
+    for start in range(0, used, BLOCK_S):
+        splits = start + o_s
+        m_s = splits < used
+        b_lse = tl.load(partial_lse + row * num_splits + splits, mask=m_s, other=-float("inf"))
+        p_part = partial_out + (row * num_splits + splits[:, None]) * HEAD_DIM + o_d[None, :]
+        # [BLOCK_S, BLOCK_D]
+        b_part = tl.load(p_part, mask=m_s[:, None] & m_d[None, :], other=0.0)
+        new = tl.maximum(b_max, tl.max(b_lse, 0))
+        # Ranges before the window are empty: all of them weigh nothing.
+        base = tl.where(new == -float("inf"), 0.0, new)
+        alpha = tl.exp2(b_max - base)
+        b_weight = tl.exp2(b_lse - base)
+        b_acc = b_acc * alpha + tl.sum(b_part * b_weight[:, None], 0)
+        b_sum = b_sum * alpha + tl.sum(b_weight, 0)
+        b_max = new
     tl.store(out + row * HEAD_DIM + o_d, (b_acc / b_sum).to(out.dtype.element_ty), mask=m_d)
 
 
@@ -293,7 +302,8 @@ def paged_decode(
         num_warps=4,
         num_stages=2 if wide else 3,
     )
-    paged_decode_merge_kernel[(num_heads, num_sequences)](
+    merge_d = min(64, block_d)
+    paged_decode_merge_kernel[(num_heads, num_sequences, triton.cdiv(head_dim, merge_d))](
         partial_out,
         partial_lse,
         q if sinks is None else sinks,
@@ -303,8 +313,9 @@ def paged_decode(
         num_splits,
         HAS_SINKS=sinks is not None,
         HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        BLOCK_S=128,
+        BLOCK_D=merge_d,
         SPLIT=split,
-        num_warps=1,
+        num_warps=4,
     )
     return out

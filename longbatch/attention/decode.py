@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,22 +12,33 @@ from torch import Tensor
 from longbatch.attention.state import explicit, with_sinks
 from longbatch.cache import KVCache
 
+# Keys are summed up in ranges of so many positions, one program each.
+SPLIT_TOKENS = 1024
+
+
+class DeviceRows(NamedTuple):
+    """A decode forward as the kernel reads it. tables: int32 [B, most pages]. lengths, open_blocks: int32 [B]; the
+    latter are not looked at where the K/V format has none."""
+
+    tables: Tensor
+    lengths: Tensor
+    open_blocks: Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
     """One decode forward of B sequences, the new token of each already written to its page.
 
-    tables: block table of each sequence, on the host. lengths: tokens in the cache, the new one included. open_blocks:
-    each sequence's open block, None where the K/V format has none. device_tables int32 [B, most pages],
-    device_lengths and device_open int32 [B]: the same where a kernel needs them, else None.
+    longest: upper bound of the lengths. tables: block table of each sequence, on the host. lengths: tokens in the
+    cache, the new one included. open_blocks: each sequence's open block, None where the K/V format has none. device:
+    the same where a kernel runs, and of more rows where some only fill up the batch; else None.
     """
 
+    longest: int
     tables: tuple[np.ndarray, ...]
     lengths: tuple[int, ...]
-    device_tables: Tensor | None = None
-    device_lengths: Tensor | None = None
     open_blocks: tuple[int, ...] | None = None
-    device_open: Tensor | None = None
+    device: DeviceRows | None = None
 
 
 def decode_attention(
@@ -41,24 +53,25 @@ def decode_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, D] -> [B, H, D]; the other arguments are as in `attend`."""
-    if step.device_tables is not None and step.device_lengths is not None and softcap is None:
+    if step.device is not None and softcap is None:
         from longbatch_kernels.paged_decode import OpenBlocks, paged_decode
 
         opened = None
-        if step.device_open is not None:
-            opened = OpenBlocks(cache.open_keys[layer], cache.open_values[layer], step.device_open)
+        if cache.kv.has_open:
+            opened = OpenBlocks(cache.open_keys[layer], cache.open_values[layer], step.device.open_blocks)
         return paged_decode(
             q,
             cache.keys[layer],
             cache.values[layer],
-            step.device_tables,
-            step.device_lengths,
-            max(step.lengths),
+            step.device.tables,
+            step.device.lengths,
+            step.longest,
             scale=scale,
             window=window,
             sinks=sinks,
             kv=cache.format,
             open_blocks=opened,
+            split=SPLIT_TOKENS,
         )
     out = torch.empty_like(q)
     for b, (table, length) in enumerate(zip(step.tables, step.lengths, strict=True)):

@@ -15,6 +15,7 @@ from longbatch.errors import UsageError
 
 BENCHES = {
     "attention": "longbatch.bench.attention",
+    "decode": "longbatch.bench.decode",
     "fidelity": "longbatch.bench.fidelity",
     "job": "longbatch.bench.job",
     "manifest": "longbatch.bench.scale",

@@ -45,16 +45,17 @@ class KVCache:
         self.device = device
         self.dtype = dtype
         stored = dtype if self.kv.has_open else getattr(torch, self.kv.name)
+        # One page and one open block more than the pool hands out: rows that only fill up a batch write there.
 
         def new_pool(heads: int, dim: int) -> Pool:
-            described = self.format.tensors(num_pages, heads, dim, stored)
+            described = self.format.tensors(num_pages + 1, heads, dim, stored)
             return tuple(torch.empty(shape, dtype=kind, device=device) for shape, kind in described)
 
         self.keys = [new_pool(h, d) for h, d in heads_and_dims]
         self.values = [new_pool(h, d) for h, d in heads_and_dims]
         self.open_keys, self.open_values = (
             [
-                torch.empty((self.pool.num_open * PAGE_TOKENS, h, d), dtype=dtype, device=device)
+                torch.empty(((self.pool.num_open + 1) * PAGE_TOKENS, h, d), dtype=dtype, device=device)
                 for h, d in heads_and_dims
                 if self.kv.has_open
             ]

@@ -33,8 +33,13 @@ def bench(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="attention, fidelity, memory, prefill, weights: fewer and shorter cases")
+        bool,
+        typer.Option("--quick", help="attention, decode, fidelity, memory, prefill, weights: fewer and shorter cases"),
     ] = False,
+    cases: Annotated[
+        str | None,
+        typer.Option(metavar="ROWSxTOKENS:KV,...", help="decode: rows, their context, and the format of their K/V"),
+    ] = None,
     rivals: Annotated[
         Path | None, typer.Option(metavar="DIR", help="attention: folder with copies of MInference and FlexPrefill")
     ] = None,
@@ -61,7 +66,7 @@ def bench(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="weights: put a timeline here, in the format of Chrome's tracing"),
+        typer.Option(metavar="FILE", help="decode, weights: put a timeline here, in the format of Chrome's tracing"),
     ] = None,
     rows: Annotated[int | None, typer.Option(metavar="N", min=700, help="soak: rows; 10,000 if left out")] = None,
 ) -> ExitCode:
@@ -73,6 +78,7 @@ def bench(
         "model": model,
         "lengths": None if lengths is None else parse_lengths(lengths),
         "quick": quick or None,
+        "cases": cases,
         "rivals": rivals,
         "profile": profile or None,
         "documents": documents,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
 from torch import Tensor
 
 from longbatch.cache import KVCache
-from longbatch.core import TokenLogprob
+from longbatch.core import Result, TokenLogprob
 from longbatch.engine.faults import late, nonfinite
 from longbatch.engine.limits import EngineLimits
 from longbatch.engine.sampler import Choice, Draw, sample
 from longbatch.engine.sequence import Sequence
+from longbatch.errors import RowError
 from longbatch.prompt import Tokenizer
 from longbatch.prompt.reasoning import split_reasoning
+
+_log = logging.getLogger(__name__)
 
 
 class Answers:
@@ -51,6 +55,14 @@ class Answers:
             if reason is not None:
                 self._finish(sequence, reason)
         return live
+
+    def fail(self, sequence: Sequence, error: RowError) -> Result:
+        """The error row of a row that failed alone."""
+        _log.error("row %d failed alone: %s", sequence.request.row, error.type)
+        sequence.fail(error)
+        sequence.stamp(time.monotonic())
+        sequence.release(self._cache.pool)
+        return sequence.result
 
     def _draw(self, sequence: Sequence, vocabulary: int) -> Draw:
         assert sequence.stop is not None

@@ -17,8 +17,8 @@ from longbatch.attention import DenseKernels
 from longbatch.cache import PAGE_TOKENS, KVCache
 from longbatch.core import Prompt, Request, Result
 from longbatch.engine.answers import Answers
-from longbatch.engine.decode import DecodeBatch
-from longbatch.engine.faults import require_device, row_error
+from longbatch.engine.decoding import Decoding
+from longbatch.engine.faults import log_fault, require_device, row_error
 from longbatch.engine.jobs import Owner, conclude, families_of, open_sequence, report_attention, work_of
 from longbatch.engine.ladder import Ladder, Shape, step_down
 from longbatch.engine.limits import Counters, EngineAttention, EngineLimits
@@ -59,8 +59,7 @@ class Engine:
         self._ladder = Ladder(limits)
         self._answers = Answers(tokenizer, cache, limits)
         self._eos = eos_ids
-        self._batch = DecodeBatch(model, cache)
-        self._parked: list[tuple[Sequence, int]] = []
+        self._decoding = Decoding(model, cache, self._answers, limits)
         self._should_stop: Callable[[], bool] = lambda: False
 
     def run(self, waves: Iterable[list[Row]], should_stop: Callable[[], bool] = lambda: False) -> Iterator[Result]:
@@ -93,6 +92,7 @@ class Engine:
                 yield from self._decode_step()
                 continue
             starting, waiting = waiting[:taken], waiting[taken:]
+            yield from self._decoding.settle(self.counters)
             now, num_lessons = time.monotonic(), self._ladder.num_lessons
             for sequence in starting:
                 sequence.started = sequence.started or now
@@ -108,10 +108,15 @@ class Engine:
     @property
     def num_decoding(self) -> int:
         """Rows whose answers are under way."""
-        return len(self._batch) + len(self._parked)
+        return len(self._decoding)
 
     def _open(self, request: Request, prompt: Prompt, shape: Shape | None = None) -> Sequence:
         return open_sequence(request, prompt, self.tokenizer, self._ladder, self._eos, shape)
+
+    def _decode_step(self) -> list[Result]:
+        """One token for every live row."""
+        self._ask()
+        return self._decoding.step(self.counters)
 
     def _ask(self) -> None:
         """Called before every step."""
@@ -120,10 +125,8 @@ class Engine:
 
     def _drop(self) -> None:
         """Give back the pages of rows that will not be completed."""
-        for sequence in (*self._batch.sequences, *(parked for parked, _ in self._parked)):
+        for sequence in self._decoding.drop():
             sequence.release(self.cache.pool)
-        self._batch = DecodeBatch(self.model, self.cache)
-        self._parked = []
 
     # ------------------------------------------------------------------------------------- admission
 
@@ -160,7 +163,7 @@ class Engine:
         """How many of the waiting rows can be prefilled now. While others decode, rows that cannot all start wait
         until at least half as many as decode can, so that prefill steps stay large; and while some are parked, none
         start, so that the parked ones get their turn."""
-        if self._parked:
+        if self._decoding.has_parked:
             return 0
         free, places = self.cache.pool.num_free, self.limits.decode_rows - self.num_decoding
         tokens = taken = 0
@@ -194,7 +197,7 @@ class Engine:
         if len(sequences) == 1:
             smaller = self._smaller(first) if lacks_memory else None
             if smaller is None:
-                yield self._failed(first, outcome)
+                yield self._answers.fail(first, outcome)
             else:
                 again.append(smaller)
             return 0
@@ -225,7 +228,7 @@ class Engine:
                 raise
             require_device(fault)
             error = row_error(fault)
-            _log_fault(f"prefill of {len(sequences)} rows", fault, error)
+            log_fault(f"prefill of {len(sequences)} rows", fault, error)
             return error
         for sequence in sequences:
             remark = self._ladder.remark(sequence.num_tokens, sequence.shape)
@@ -332,70 +335,9 @@ class Engine:
                 else:
                     finished.append(sequence)
         if joining:
-            self._batch.join(joining, tokens)
+            self._decoding.join(joining, tokens)
         return finished
 
     @torch.inference_mode()
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(self.model.final_norm(hidden))
-
-    # ------------------------------------------------------------------------------------- decode
-
-    def _decode_step(self) -> list[Result]:
-        """One token for every live row."""
-        self._ask()
-        begin = time.monotonic()
-        batch = self._batch
-        if not batch.sequences:
-            batch.join([sequence for sequence, _ in self._parked], [token for _, token in self._parked])
-            self._parked = []
-        sequences = batch.sequences
-        # A step reads the weights once for all rows and each row's own K/V.
-        weights = self.model.spec.num_parameters / len(sequences)
-        work = [weights + self.model.spec.kv_entries_per_token * sequence.num_cached for sequence in sequences]
-        try:
-            choice = self._answers.choose(sequences, batch.forward())
-        except (RuntimeError, MemoryError) as fault:
-            require_device(fault)
-            return self._retreat(fault)
-        live = self._answers.record(sequences, choice)
-        batch.feed(choice.tokens)
-        batch.keep(live)
-        end = time.monotonic()
-        self.counters.decode_tokens += len(sequences)
-        self.counters.decode_seconds += end - begin
-        results: list[Result] = []
-        per_work = (end - begin) / sum(work)
-        for sequence, share, alive in zip(sequences, work, live, strict=True):
-            sequence.result.usage.gpu_seconds += share * per_work
-            if not alive:
-                sequence.stamp(end)
-                results.append(sequence.result)
-        return results
-
-    def _retreat(self, fault: BaseException) -> list[Result]:
-        """A decode step failed: go on with half of the rows, the others later; a row that fails alone ends."""
-        batch, error = self._batch, row_error(fault)
-        _log_fault(f"decode step of {len(batch)} rows", fault, error)
-        if len(batch) > 1:
-            if error.type == "out_of_memory":
-                for sequence in batch.sequences:
-                    sequence.result.notes.append(f"out of memory: decode batch of {len(batch):,} rows halved")
-            self._parked += batch.park(len(batch) // 2)
-            return []
-        sequence = batch.sequences[0]
-        batch.keep([False])
-        return [self._failed(sequence, error)]
-
-    def _failed(self, sequence: Sequence, error: RowError) -> Result:
-        """The error row of a row that failed alone."""
-        _log.error("row %d failed alone: %s", sequence.request.row, error.type)
-        sequence.fail(error)
-        sequence.stamp(time.monotonic())
-        sequence.release(self.cache.pool)
-        return sequence.result
-
-
-def _log_fault(what: str, fault: BaseException, error: RowError) -> None:
-    """Where memory ran out is of no interest; where anything else failed is."""
-    _log.warning("%s failed: %s", what, error.type, exc_info=None if error.type == "out_of_memory" else fault)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from longbatch.engine.limits import EngineLimits
 from longbatch.errors import DeviceError, RowError
+
+_log = logging.getLogger(__name__)
 
 
 def require_device(fault: BaseException) -> None:
@@ -30,6 +34,11 @@ def row_error(fault: BaseException) -> RowError:
     if is_out_of_memory(fault):
         return RowError("out_of_memory", "the device ran out of memory for this row alone; shorten it or use --dtype")
     return RowError("internal", f"{type(fault).__name__} in the model's forward; the log has the details")
+
+
+def log_fault(what: str, fault: BaseException, error: RowError) -> None:
+    """Where memory ran out is of no interest; where anything else failed is."""
+    _log.warning("%s failed: %s", what, error.type, exc_info=None if error.type == "out_of_memory" else fault)
 
 
 def nonfinite() -> RowError:

@@ -1,27 +1,27 @@
 """From logits to the next token, row by row independent: a row's choice depends on its own logits, parameters,
 seed and step alone.
 
-Filters follow transformers' order: repetition penalty, temperature, top-k, top-p, min-p. Each filter keeps a prefix
-of the tokens sorted by probability, so one sort and one cumulative sum serve all three. The draw inverts the
-cumulative distribution with one uniform number taken from a hash of (seed, step): no generator state to keep, and
-the same token on any device, in any batch.
+Filters follow transformers' order: repetition penalty, temperature, top-k, top-p, min-p. The draw goes by one uniform
+number taken from a hash of (seed, step): no generator state to keep, and the same token on any device, in any batch.
+`longbatch_kernels.sample` says how.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from longbatch_kernels.sample import sample as chosen
+from longbatch_kernels.sample import uniform
 from torch import Tensor
 
 from longbatch.core import RowKey, Sampling
 
-# Rows are sorted together up to this many logits at once.
-SORT_TILE = 1 << 24
-# Logits divided by a lower temperature could overflow; the most likely token is certain long before.
-COLDEST = 1e-6
+# At a lower temperature the most likely token is certain long before; at a higher one all are equally likely.
+COLDEST, HOTTEST = 1e-6, 1e37
 
 
 def row_seed(run_seed: int, key: RowKey, sampling: Sampling) -> int:
@@ -31,10 +31,16 @@ def row_seed(run_seed: int, key: RowKey, sampling: Sampling) -> int:
     return int.from_bytes(digest, "little")
 
 
-def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) from the hash of (seed, step)."""
-    digest = hashlib.blake2b(step.to_bytes(8, "little"), key=seed.to_bytes(8, "little"), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+def numbers(sampling: Sampling, seed: int) -> tuple[tuple[int, int], tuple[float, float, float]]:
+    """What the choice of a row's tokens goes by: (top_k, seed) as int64, and (slope, top_p, min_p)."""
+    temperature = min(max(sampling.temperature, COLDEST), HOTTEST)
+    slope = math.log2(math.e) / temperature if sampling.temperature > 0 else 0.0
+    return (sampling.top_k, seed - (seed >> 63 << 64)), (slope, sampling.top_p, sampling.min_p)
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether the next token goes by the logits and `numbers` alone, and nothing but the token is asked for."""
+    return sampling.repetition_penalty == 1.0 and sampling.logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +56,45 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """tokens: int64 [B] on the logits' device. finite: per row, whether its logits could be used. logprobs: per row
-    that asked, (logprob of the chosen token, alternatives as (id, logprob)), of the unmodified distribution."""
+    """tokens: int64 [B], of no meaning where a row is not finite. finite: per row, whether its logits could be used.
+    logprobs: per row that asked, (logprob of the chosen token, alternatives as (id, logprob)), of the unmodified
+    distribution."""
 
     tokens: Tensor
     finite: list[bool]
     logprobs: list[tuple[float, list[tuple[int, float]]] | None]
 
+    def of(self, rows: list[int]) -> Choice:
+        """That of some rows."""
+        if len(rows) == len(self.finite):
+            return self
+        return Choice(self.tokens[rows], [self.finite[b] for b in rows], [self.logprobs[b] for b in rows])
+
 
 @torch.inference_mode()
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Choice:
     """Choose a token for each row of logits float32 [B, vocab]."""
-    adjusted = _penalized(logits, draws)
-    tokens = adjusted.argmax(-1)
-    finite = torch.isfinite(adjusted.gather(1, tokens[:, None])[:, 0]).tolist()
-    warm = [b for b, draw in enumerate(draws) if draw.sampling.temperature > 0 and finite[b]]
-    rows = max(1, SORT_TILE // logits.shape[1])
-    for low in range(0, len(warm), rows):
-        part = warm[low : low + rows]
-        index = torch.tensor(part, device=logits.device)
-        tokens[index] = _drawn(adjusted[index], [draws[b] for b in part])
-    return Choice(tokens, finite, _logprobs(logits, tokens, draws))
+    own = [numbers(draw.sampling, draw.seed) for draw in draws]
+    integers = [(top_k, seed, draw.step) for ((top_k, seed), _), draw in zip(own, draws, strict=True)]
+    tokens, found = draw_tokens(
+        _penalized(logits, draws),
+        torch.tensor(list(zip(*integers, strict=True))).to(logits.device),
+        torch.tensor(list(zip(*(floats for _, floats in own), strict=True)), dtype=torch.float32).to(logits.device),
+        warm=any(draw.sampling.temperature > 0 for draw in draws),
+    )
+    return Choice(tokens, (found >= 0).tolist(), _logprobs(logits, tokens, draws))
+
+
+def draw_tokens(logits: Tensor, integers: Tensor, floats: Tensor, *, warm: bool) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [B], 0 where the logits cannot be used, and the same with -1 there; nothing waits for the device.
+
+    integers: top_k, seed and step, int64 [3, B]. floats: slope, top_p and min_p, float32 [3, B]. warm: whether any row
+    has a temperature.
+    """
+    top_k, seeds, steps = integers
+    slopes, top_p, min_p = floats
+    points = uniform(seeds, steps) if warm else slopes
+    return chosen(logits, slopes, top_k, top_p, min_p, points, warm=warm)
 
 
 def _penalized(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -85,30 +109,6 @@ def _penalized(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         lowered = torch.where(values > 0, values / penalty, values * penalty)
         torch.where(draw.seen, lowered, values, out=adjusted[b])
     return adjusted
-
-
-def _drawn(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Tokens int64 [b] for rows with a temperature."""
-    device, vocab = logits.device, logits.shape[1]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-    temperature = column([max(draw.sampling.temperature, COLDEST) for draw in draws])
-    probabilities, order = torch.softmax(logits / temperature, -1).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab, device=device)
-    top_k = column([float(draw.sampling.top_k or vocab) for draw in draws])
-    keep = rank < top_k
-    mass = (probabilities * keep).cumsum(-1, dtype=torch.float64)
-    before = (mass - probabilities) / mass[:, -1:]
-    keep &= before < column([draw.sampling.top_p for draw in draws])
-    keep &= probabilities >= probabilities[:, :1] * column([draw.sampling.min_p for draw in draws])
-    keep[:, 0] = True
-    mass = (probabilities * keep).cumsum(-1, dtype=torch.float64)
-    point = torch.tensor([uniform(d.seed, d.step) for d in draws], dtype=torch.float64, device=device)[:, None]
-    picked = torch.searchsorted(mass, point * mass[:, -1:], right=True)
-    picked = torch.minimum(picked, keep.sum(-1, keepdim=True) - 1)
-    return order.gather(1, picked)[:, 0]
 
 
 def _logprobs(

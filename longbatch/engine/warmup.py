@@ -20,7 +20,7 @@ def warm_up(engine: Engine) -> None:
     lengths = [longest - 64, 32] if longest > 128 else [longest // 2]
     rows = []
     for row, length in enumerate(lengths):
-        sampling = Sampling(max_tokens=NEW_TOKENS, logprobs=0)
+        sampling = Sampling(max_tokens=NEW_TOKENS, temperature=1.0, top_k=20, top_p=0.9)
         request = Request(row, None, Location(0, 0, 0), TASKS["generate"], sampling)
         rows.append((request, Prompt(np.arange(length, dtype=np.int32) % engine.model.spec.vocab_size)))
     attention = engine.attention

@@ -144,6 +144,8 @@ class Attention:
 class DenseMlp:
     """down(activation(gate(n)) * up(n)) of n = norm(x), gate and up in one product."""
 
+    can_be_captured = True
+
     def __init__(
         self, spec: LayerSpec, norm_eps: float, weights: Mapping[str, Tensor], products: Mapping[str, Weight]
     ) -> None:

@@ -54,6 +54,11 @@ class Layer:
         """Attention sink logits [H], where the family has them."""
         return self._attention.sinks
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether it may be part of a CUDA graph."""
+        return self._mlp.can_be_captured
+
     def norm(self, x: Tensor) -> Rows:
         """The normed tokens [T, hidden] that q, kv and qkv take."""
         return self._attention.norm(x, self._input_norm)
@@ -141,6 +146,11 @@ class Decoder:
         )
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a forward may be a CUDA graph: the weights stay where they are, and no size comes from the device."""
+        return isinstance(self.layers, tuple) and all(layer.can_be_captured for layer in self.layers)
+
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [T, hidden] of token ids [T], int32 or int64."""
         x = F.embedding(ids, self._embed)
@@ -150,8 +160,10 @@ class Decoder:
         """The hidden state [T, hidden] that `logits` takes."""
         return rms_norm(x, self._final_norm, self.spec.norm_eps)
 
-    def logits(self, h: Tensor) -> Tensor:
-        """Logits [T, vocab] in float32 of final-normed states h [T, hidden], the final soft-cap applied."""
-        logits = linear(h, self._head).to(torch.float32)
+    def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [T, vocab] in float32 of final-normed states h [T, hidden], the final soft-cap applied; in `out`, if
+        it is given."""
+        logits = linear(h, self._head)
+        logits = logits.to(torch.float32) if out is None else out.copy_(logits)
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

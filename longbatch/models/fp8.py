@@ -114,19 +114,22 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device) >= (8, 9)
 
 
-def multiplies(x: QuantizedRows, weight: Fp8Weight) -> bool:
-    """Whether the device's own product takes them: its result is bfloat16, both sizes are multiples of 16."""
+def multiplies(dtype: torch.dtype, weight: Fp8Weight) -> bool:
+    """Whether the device's own product takes a weight and rows that were quantized from dtype: its result is bfloat16,
+    both sizes are multiples of 16."""
     return (
-        x.dtype == torch.bfloat16
+        dtype == torch.bfloat16
         and has_kernels(weight.device)
         and weight.shape[-1] % 16 == 0
         and weight.shape[-2] % 16 == 0
     )
 
 
-def multiplies_grouped(x: QuantizedRows, weight: Fp8Weight) -> bool:
-    """The same for the matrices of experts in one launch."""
-    return multiplies(x, weight) and _capability(weight.device) in ((9, 0), (10, 0))
+def multiplies_grouped(dtype: torch.dtype, weight: Weight) -> bool:
+    """Whether the products of all experts, with rows of dtype or quantized from it, are one launch."""
+    if weight.device.type != "cuda" or _capability(weight.device) not in ((9, 0), (10, 0)):
+        return False
+    return multiplies(dtype, weight) if isinstance(weight, Fp8Weight) else dtype == torch.bfloat16
 
 
 def product(x: QuantizedRows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:

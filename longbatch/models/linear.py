@@ -56,7 +56,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _scaled(x: QuantizedRows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """x [T, in] @ weight.T + bias -> [T, out] in x's dtype."""
-    if multiplies(x, weight):
+    if multiplies(x.dtype, weight):
         return product(x, weight, bias)
     num_outputs, width = weight.shape
     result = torch.empty((x.shape[0], num_outputs), dtype=x.dtype, device=weight.device)

@@ -42,6 +42,12 @@ class MoeMlp:
         self._gate_up, self._gate_up_bias = products["expert_gate_up"], weights.get("expert_gate_up_bias")
         self._down, self._down_bias = products["expert_down"], weights.get("expert_down_bias")
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether it may be part of a CUDA graph: the sizes of the groups never come to the host."""
+        dtype = self._router.dtype
+        return all(multiplies_grouped(dtype, weight) for weight in (self._gate_up, self._down))
+
     def add_to(self, x: Tensor) -> Tensor:
         """x += moe(norm(x)), in place; returns x."""
         return x.add_(self(x))
@@ -112,7 +118,7 @@ def _all_experts(rows: Rows, weight: Weight, groups: Groups) -> Tensor | None:
     """The products of all groups in one launch, where the device has it."""
     if isinstance(rows, QuantizedRows):
         assert isinstance(weight, Fp8Weight)
-        return grouped_product(rows, weight, groups.ends) if multiplies_grouped(rows, weight) else None
+        return grouped_product(rows, weight, groups.ends) if multiplies_grouped(rows.dtype, weight) else None
     assert isinstance(weight, Tensor)
     if not (rows.is_cuda and rows.dtype == torch.bfloat16):
         return None

@@ -74,7 +74,7 @@ class Rope:
         factor = _number(spec, "factor")
         stretch = factor * lengths.clamp(min=spec.max_length).to(torch.float64) / spec.max_length - (factor - 1.0)
         base = (spec.theta * stretch ** (spec.dim / (spec.dim - 2))).to(torch.float32).unsqueeze(-1)
-        return 1.0 / base ** _exponents(spec.dim).to(lengths.device)
+        return 1.0 / base ** _exponents(spec.dim, lengths.device)
 
 
 def rotate(x: Tensor, rope: RopeValues) -> Tensor:
@@ -96,8 +96,8 @@ def _number(spec: RopeSpec, name: str) -> float:
     return float(value)
 
 
-def _exponents(dim: int) -> Tensor:
-    return torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
+def _exponents(dim: int, device: torch.device | None = None) -> Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64, device=device).to(torch.float32) / dim
 
 
 def _frequencies(spec: RopeSpec) -> tuple[Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ from longbatch.plan import selection_memory
 from longbatch.plan.layer_memory import Formats
 from longbatch.plan.peak import (
     PAGE_TOKENS,
+    graph_bytes,
     kv_page_bytes,
     layer_token_bytes,
     logit_bytes,
@@ -92,9 +93,9 @@ def budget(
     kv: how K/V are stored. wave_tokens, kv_tokens: fixed by the user, else chosen. weight_bytes: of all weights that
     stay there, where some are quantized or elsewhere, else as many per parameter. slot_bytes: of two layers, where
     those of others take turns in them. sparse_heads: query heads of a layer where some rows are prefilled sparse, else
-    0. decode_rows: most sequences that decode at once, each with an open block where the format has them.
-    weights_dtype, multiplies_fp8: as in `Formats`. Raises DeviceError where the weights leave no room for even a short
-    prompt, or a fixed size does not fit.
+    0. decode_rows: most sequences that decode at once, each with an open block where the format has them and, on a GPU,
+    with its part of the memory that captured steps keep. weights_dtype, multiplies_fp8: as in `Formats`. Raises
+    DeviceError where the weights leave no room for even a short prompt, or a fixed size does not fit.
     """
     formats = Formats(int(max(2.0, weight_bytes_per_param)), weights_dtype, kv, on_gpu, multiplies_fp8)
     if on_gpu:
@@ -110,7 +111,8 @@ def budget(
     wave_bytes = step_token_bytes(spec, formats) + spec.hidden_size * formats.width + layer_token_bytes(spec, formats)
     page_bytes = kv_page_bytes(spec, kv)
     open_blocks = decode_rows * open_block_bytes(spec, formats)
-    free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits - open_blocks
+    decode = graph_bytes(spec, formats, decode_rows) if on_gpu and decode_rows else 0
+    free = device_memory_bytes - reserve - weights - slot_bytes - tile - logits - open_blocks - decode
     selection = 0
     if sparse_heads:
         longest = min(spec.max_length, max(0, free) // page_bytes * PAGE_TOKENS)
@@ -155,6 +157,7 @@ def budget(
         ("wave", wave_tokens * wave_bytes),
         ("tile", tile),
         ("logits", logits),
+        *((("decode steps", decode),) if decode else ()),
         *((("selection", selection),) if selection else ()),
         ("reserve", reserve),
     )

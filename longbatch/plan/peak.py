@@ -20,10 +20,13 @@ from longbatch.plan.selection_memory import SelectionMemory
 from longbatch.sparsity import LayerPatterns
 
 PAGE_TOKENS = 64
-# Numbers of a tile of logits, and of logits that are sorted together (`longbatch.engine.readout`, `sampler`).
-LOGIT_TILE, SORT_TILE = 1 << 26, 1 << 24
-# Bytes of such a number: with its log-softmax; sorted, with probabilities and their sums in float64.
-_SCORED_BYTES, _SORTED_BYTES = 8, 53
+# Numbers of a tile of logits, and of logits that are drawn from together (`longbatch.engine.readout`,
+# `longbatch_kernels.sample`).
+LOGIT_TILE, DRAW_TILE = 1 << 26, 1 << 22
+# Bytes of such a number: with its log-softmax; sorted, with weights and their sums, as the reference of draws needs it.
+_SCORED_BYTES, _DRAWN_BYTES = 8, 56
+# Partial outputs of a decode step's attention, and what a driver keeps of the steps that are CUDA graphs.
+_GRAPH_BYTES = 1 << 29
 # A token's id, position, length and place in the pages, int64.
 _PLACE_BYTES = 32
 # Pages that are quantized or converted at once where no kernel does it (`longbatch_kernels.kv_fp8`).
@@ -131,8 +134,16 @@ def tile_bytes(spec: ModelSpec, formats: Formats, rows: int, longest: int) -> in
 def logit_bytes(vocabulary: int, decode_rows: int) -> int:
     """The most that logits take: of scored positions, or of rows that decode and draw."""
     scored = max(1, LOGIT_TILE // vocabulary) * vocabulary * _SCORED_BYTES
-    drawn = min(decode_rows, max(1, SORT_TILE // vocabulary)) * vocabulary * _SORTED_BYTES
+    drawn = min(decode_rows, max(1, DRAW_TILE // vocabulary)) * vocabulary * _DRAWN_BYTES
     return max(scored, FLOAT * decode_rows * vocabulary + drawn)
+
+
+def graph_bytes(spec: ModelSpec, formats: Formats, decode_rows: int) -> int:
+    """What captured decode steps of so many rows keep: logits as they come and in float32, what one layer computes,
+    block tables of as many pages as the longest row has, and a page for rows that only fill up."""
+    row = spec.vocab_size * (formats.width + FLOAT) + FLOAT * -(-spec.max_length // PAGE_TOKENS)
+    layer = tile_bytes(spec, formats, decode_rows, decode_rows)
+    return _GRAPH_BYTES + layer + decode_rows * row + kv_page_bytes(spec, formats.kv)
 
 
 # ------------------------------------------------------------------------------------- steps
