@@ -199,7 +199,7 @@ def test_what_is_known_is_summed() -> None:
     peak = predict(LLAMA_8B, formats, Work((100,), 8192, 8192, 640), 1000)
     parts = dict(peak.parts)
     assert parts["weights"] == 1000
-    assert parts["K/V pages"] == 640 * 2 * 8 * 128 * 32 * 2
+    assert parts["K/V pages"] == (640 + 64) * 2 * 8 * 128 * 32 * 2
     assert sum(parts.values()) == peak.num_bytes
     longer = predict(LLAMA_8B, formats, Work((100_000,), 8192, 8192, 640), 1000)
     chunked = predict(LLAMA_8B, formats, Work((100_000,), 8192, 100_000, 640), 1000)

@@ -81,8 +81,10 @@ def predict(spec: ModelSpec, formats: Formats, work: Work, weight_bytes: int) ->
     included."""
     lasting = {
         "weights": weight_bytes,
-        "K/V pages": kv_page_bytes(spec, formats.kv) * (work.kv_tokens // PAGE_TOKENS),
-        "open K/V blocks": open_block_bytes(spec, formats) * work.num_open,
+        # One page and block more, for rows that only fill up.
+        "K/V pages": kv_page_bytes(spec, formats.kv) * (work.kv_tokens // PAGE_TOKENS + 1),
+        "open K/V blocks": open_block_bytes(spec, formats) * (work.num_open + 1),
+        "decode rows": decode_row_bytes(work.kv_tokens) * (len(work.lengths) + 1),
         "cuBLAS": _LIBRARY_BYTES if formats.on_gpu else 0,
     }
     moments = [moment for step in _steps(work) for moment in _StepMemory(spec, formats, work, step).moments()]
@@ -141,9 +143,15 @@ def logit_bytes(vocabulary: int, decode_rows: int) -> int:
 def graph_bytes(spec: ModelSpec, formats: Formats, decode_rows: int) -> int:
     """What captured decode steps of so many rows keep: logits as they come and in float32, what one layer computes,
     block tables of as many pages as the longest row has, and a page for rows that only fill up."""
-    row = spec.vocab_size * (formats.width + FLOAT) + FLOAT * -(-spec.max_length // PAGE_TOKENS)
+    row = spec.vocab_size * (formats.width + FLOAT) + decode_row_bytes(spec.max_length)
     layer = tile_bytes(spec, formats, decode_rows, decode_rows)
     return _GRAPH_BYTES + layer + decode_rows * row + kv_page_bytes(spec, formats.kv)
+
+
+def decode_row_bytes(kv_tokens: int) -> int:
+    """What the device knows of a row that decodes (`longbatch.engine.decode_rows`): seven integers, three floats and a
+    block table of all pages."""
+    return 7 * 8 + 3 * FLOAT + FLOAT * (kv_tokens // PAGE_TOKENS)
 
 
 # ------------------------------------------------------------------------------------- steps
