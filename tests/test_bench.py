@@ -45,7 +45,8 @@ def test_every_registered_name_is_found() -> None:
 def test_unknown_name() -> None:
     with pytest.raises(UsageError, match="no benchmark 'jobs'") as caught:
         find("jobs")
-    assert caught.value.hint == "one of: attention, decode, fidelity, job, manifest, memory, prefill, resume, soak, weights"
+    names = "attention, decode, fidelity, job, manifest, memory, prefill, resume, soak, weights"
+    assert caught.value.hint == f"one of: {names}"
 
 
 @pytest.mark.parametrize(("checked", "exit_code"), [(True, 0), (False, 7)])
