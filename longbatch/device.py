@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from longbatch import __version__
 from longbatch.errors import DeviceError
+from longbatch.folders import write_table
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +200,8 @@ def rates(info: DeviceInfo, dtype: str, folder: Path, *, refresh: bool = False) 
     if not refresh and key in remembered and (remembered[key].host_to_device or not info.on_gpu):
         return remembered[key]
     measured = measure(info, dtype)
-    _write_rates(path, {**_read_rates(path), key: measured})
+    table = {**_read_rates(path), key: measured}
+    write_table(path, {name: asdict(value) for name, value in table.items()})
     return measured
 
 
@@ -273,16 +275,6 @@ def _are_rates(values: dict[str, object]) -> bool:
 
 def _is_rate(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
-
-
-def _write_rates(path: Path, table: dict[str, Rates]) -> None:
-    text = json.dumps({key: asdict(value) for key, value in table.items()}, indent=1)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    # A home that cannot be written only costs the measurement next time.
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, path)
 
 
 def _host_memory() -> tuple[int, int]:

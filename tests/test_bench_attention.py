@@ -14,7 +14,6 @@ import torch
 
 from longbatch.attention.choice import OWN
 from longbatch.attention.selection import Ranges
-from longbatch.attention.timing import median_seconds
 from longbatch.bench import attention, attention_layers, attention_others, vs_workload
 from longbatch.bench.attention import Model, Rivals, compare, crossing, size_name
 from longbatch.bench.attention_check import Check, reference, sampled_blocks
@@ -24,6 +23,7 @@ from longbatch.cli import main
 from longbatch.cli.options import parse_lengths
 from longbatch.errors import UsageError
 from longbatch.sparsity import PatternSpec
+from longbatch.timing import median_seconds
 
 CPU = torch.device("cpu")
 LAYERS = [[(30, 100), (40, 110), (30, 100), (50, 150)], [(40, 110)] * 4]

@@ -167,6 +167,20 @@ def test_what_is_remembered_is_not_measured(tmp_path: Path, monkeypatch: pytest.
     assert measured == [DenseShape(32, 8, 128, 100)]
 
 
+def test_a_choice_outlives_a_device_that_breaks_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the process that comes next does not run what broke it."""
+
+    def breaks(shape: DenseShape, device: torch.device, dtype: torch.dtype) -> DenseChoice:
+        if shape.window is not None:
+            raise RuntimeError("an illegal memory access was encountered")
+        return CHOICE
+
+    monkeypatch.setattr(measure, "measure_shape", breaks)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        dense_kernels([SHAPE_LAYER, WINDOW_LAYER], A_GPU, "bfloat16", tmp_path)
+    assert read_choices(tmp_path, choices_key(A_GPU, "bfloat16")) == {str(SHAPE): CHOICE}
+
+
 class _Layer:
     """What is asked of a layer."""
 

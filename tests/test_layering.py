@@ -31,8 +31,8 @@ ORDER = (
     ("config",),
     ("sparsity",),
     ("core",),
-    ("device", "folders", "sandbox", "privacy"),
-    ("errors",),
+    ("device", "sandbox", "privacy", "timing"),
+    ("errors", "folders"),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 HEAVY = {"torch", "transformers"}

@@ -33,8 +33,8 @@ from longbatch.attention.dense import attend
 from longbatch.attention.kernels import attend_tile, packed_kernels
 from longbatch.attention.packed import Read, TileWork
 from longbatch.attention.step import Extent, Piece, Segment, Tile
-from longbatch.attention.timing import median_seconds
 from longbatch.device import DeviceInfo
+from longbatch.timing import median_seconds
 
 # Rows of a tile, and most tokens of all its prompts.
 TILE_ROWS, MOST_TOKENS = 8192, 65536
@@ -83,7 +83,7 @@ def dense_kernels(layers: Iterable[DenseLayer], info: DeviceInfo, dtype: str, fo
     attention is summed up piece by piece, so that no bit depends on what else is in a tile."""
     if not info.on_gpu or dtype == "float32":
         return None
-    key, new = choices_key(info, dtype), {}
+    key = choices_key(info, dtype)
     remembered = read_choices(folder, key)
     device, found = torch.device(info.torch_name), {}
     for shape in shapes_of(layers):
@@ -92,11 +92,11 @@ def dense_kernels(layers: Iterable[DenseLayer], info: DeviceInfo, dtype: str, fo
             continue
         found[shape] = choice
         if str(shape) not in remembered:
-            new[str(shape)] = choice
             _log.info("dense attention, %s: %s", shape, choice.describe())
-    if new:
-        torch.cuda.empty_cache()
-        remember_choices(folder, key, new)
+            # At once: after a kernel that broke the device nothing else works in this process, and the next one must
+            # not try it again.
+            remember_choices(folder, key, {str(shape): choice})
+            torch.cuda.empty_cache()
     return DenseKernels(found)
 
 

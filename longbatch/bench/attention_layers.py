@@ -16,11 +16,11 @@ from torch import Tensor
 
 from longbatch.attention.patterns.vertical_slash import chosen as chosen_ranges
 from longbatch.attention.selection import Ranges
-from longbatch.attention.timing import median_seconds
 from longbatch.bench.attention_check import Check, sampled_blocks
 from longbatch.bench.attention_inputs import Chosen, Inputs, scores_of, selections
 from longbatch.bench.vs_workload import ROWS, selected
 from longbatch.sparsity import PatternSpec
+from longbatch.timing import median_seconds
 
 if TYPE_CHECKING:
     from longbatch_kernels.range_attention import Prepared

@@ -14,11 +14,11 @@ from longbatch.attention.choice import FLASH_3, OWN, has_flash_3
 from longbatch.attention.kernels import attend_tile
 from longbatch.attention.packed import TileWork
 from longbatch.attention.state import cudnn
-from longbatch.attention.timing import median_seconds
 from longbatch.bench.attention_check import MOST_ERROR, MOST_RIVAL_ERROR, Check, check_rows, sampled_blocks
 from longbatch.bench.attention_inputs import Inputs, structured_inputs
 from longbatch.bench.attention_rivals import BLOCK, FlexPrefill, MInference
 from longbatch.bench.vs_workload import slash, vertical
+from longbatch.timing import median_seconds
 
 # (q [N, H, D], k, v [N, Hkv, D], scale) -> [N, H, D].
 Dense = Callable[[Tensor, Tensor, Tensor, float], Tensor]

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from longbatch import device as devices
 from longbatch.attention import decode_attention
-from longbatch.attention.timing import free_memory, wait_for
 from longbatch.bench.llama import write_tokenizer
 from longbatch.bench.prefill import Model
 from longbatch.bench.process import say
@@ -44,6 +43,7 @@ from longbatch.errors import DeviceError, UsageError
 from longbatch.models.decoder import Decoder
 from longbatch.plan.memory import entry_bytes
 from longbatch.prompt import Tokenizer
+from longbatch.timing import free_memory, wait_for
 
 CASES = "1x1M:fp8,1x256K:auto,32x8K:auto,64x16K:fp8"
 QUICK_CASES = "8x8K:auto"

@@ -19,6 +19,7 @@ import torch
 from longbatch import models
 from longbatch.bench import llama, vs_workload
 from longbatch.bench.live_bytes import watched
+from longbatch.bench.prefill import chosen_kernels
 from longbatch.bench.process import say
 from longbatch.bench.report import Measurement
 from longbatch.cache import PAGE_TOKENS, KVCache
@@ -168,6 +169,7 @@ def run(
         limits = EngineLimits(case.chunk or sum(case.lengths), tile_rows, len(case.lengths), NEW_TOKENS)
         engine = Engine(model, Tokenizer.load(Path(folder)), cache, limits, eos_ids=frozenset())
         engine.share = False
+        engine.dense = chosen_kernels(model)
         if case.sparse:
             engine.attention = EngineAttention.of(spec, patterns_of(spec), 1)
         watch.reset()

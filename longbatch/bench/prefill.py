@@ -25,7 +25,6 @@ from torch import Tensor
 from longbatch import models
 from longbatch.attention import DenseKernels, Executed, Segment, SparseLayer, Step
 from longbatch.attention.measure import dense_kernels
-from longbatch.attention.timing import free_memory, wait_for
 from longbatch.bench.limits import measure_limits
 from longbatch.bench.llama import LlamaShape
 from longbatch.bench.prefill_workload import workload_layers
@@ -40,6 +39,7 @@ from longbatch.models.decoder import Decoder
 from longbatch.models.fp8 import Fp8Weight, Weight, has_kernels
 from longbatch.models.parameters import parameters
 from longbatch.models.spec import ModelSpec
+from longbatch.timing import free_memory, wait_for
 
 LENGTHS = (1 << 17, 1 << 18, 1 << 19, 1 << 20)
 QUICK_LENGTHS = (1 << 15,)

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from longbatch import models
-from longbatch.attention.timing import free_memory, wait_for
 from longbatch.bench import llama, prefill
 from longbatch.bench.attention import crossing
 from longbatch.bench.llama import LlamaShape
@@ -37,6 +36,7 @@ from longbatch.device import cpu_info
 from longbatch.errors import DeviceError, UsageError
 from longbatch.models.decoder import Decoder
 from longbatch.models.layout import layer_layouts
+from longbatch.timing import free_memory, wait_for
 
 SHAPE = "qwen2.5-32b"
 SEED = 20

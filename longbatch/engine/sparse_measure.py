@@ -8,7 +8,6 @@ most of them compiling kernels for the first time.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from longbatch.attention.state import partial
 from longbatch.plan.sparse_cost import BLOCK, CLUSTER, causal_pairs
 from longbatch.plan.sparse_rates import SparseRates
 from longbatch.sparsity import LayerPatterns, PatternSpec
+from longbatch.timing import median_seconds
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -192,17 +192,7 @@ def _on(lists: Sequence[np.ndarray], device: torch.device) -> Tensor:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Median over some runs, between events on the current stream; two runs before them compile and warm up."""
-    work()
-    work()
-    new_event: Any = torch.cuda.Event
-    events = [(new_event(enable_timing=True), new_event(enable_timing=True)) for _ in range(REPEATS)]
-    for start, end in events:
-        start.record()
-        work()
-        end.record()
-    torch.cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) for start, end in events)) / 1e3
+    return median_seconds(work, torch.device("cuda"), repeats=REPEATS, warmups=2)
 
 
 if __name__ == "__main__":
