@@ -15,6 +15,7 @@ from engine_rows import new_engine, random_ids, request, run_rows, tiny_decoder,
 
 from longbatch.core import Prompt, Request, Result
 from longbatch.engine.decode import DecodeBatch
+from longbatch.engine.decoding import Decoding
 from longbatch.models.decoder import Decoder
 from longbatch.prompt import Tokenizer
 
@@ -181,6 +182,19 @@ def test_a_step_that_fails(model: Decoder, tokenizer: Tokenizer, monkeypatch: py
     found = answers(run_rows(engine, rows))
     assert any("halved" in note for answer in found.values() for note in answer[3])
     assert {row: (*a[:3], *a[4:]) for row, a in found.items()} == {row: (*a[:3], *a[4:]) for row, a in expected.items()}
+
+
+def test_tokens_that_cannot_be_fetched_are_not_drawn_again(
+    model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are past them by then: going on would leave a token out of the answer."""
+
+    def fails(decoding: Decoding) -> None:
+        raise RuntimeError("no page-locked memory")
+
+    monkeypatch.setattr(Decoding, "_event", fails)
+    with pytest.raises(RuntimeError, match="no page-locked memory"):
+        run_rows(new_engine(model, tokenizer), rows_of(frozenset(range(3, 20)), max_tokens=20))
 
 
 @pytest.mark.parametrize("question", [3, 6])

@@ -114,14 +114,16 @@ class Decoding:
                 choice = self._answers.choose(sequences, logits)
                 batch.feed(choice.tokens)
                 return Flight(sequences, begun, choice)
-            # To page-locked memory, where there is a GPU.
-            found = batch.draw(logits).to("cpu", non_blocking=True)
-            return Flight(sequences, begun, found=found, arrived=self._event())
+            drawn = batch.draw(logits)
         except (RuntimeError, MemoryError) as fault:
             require_device(fault)
             error = row_error(fault)
             log_fault(f"decode step of {len(batch)} rows", fault, error)
             return error
+        # To page-locked memory, where there is a GPU. The rows have their tokens by now, so what fails here is not
+        # tried again: a token would be missing.
+        found = drawn.to("cpu", non_blocking=True)
+        return Flight(sequences, begun, found=found, arrived=self._event())
 
     def _follow(self, flight: Flight) -> Flight | RowError | None:
         """The step after one that is not read yet, without the rows that are known to end with that."""
